@@ -14,7 +14,7 @@ MOST_SPILLED = {"90": 96, "100": 96}
 MOST_SPILLED_ELSEWHERE = 256
 PRODUCTS = {"_softmax_stats_kernel", "_label_logits_kernel", "_grad_logits_kernel"}
 OTHERS = """_prepare_rows_kernel _sum_chunks_kernel _finish_kernel _row_terms_kernel _grad_from_exp_kernel
-    _softmaxes_kernel _divergence_kernel _gradient_kernel _gathered_logits_kernel _gathered_sums_kernel
+    _softmaxes_kernel _divergence_kernel _gradient_kernel _indexed_logits_kernel _bag_sums_kernel
     _product_stats_kernel _write_columns_kernel"""
 # Of the GPUs with one code (8.0, 8.6, 8.9) the one with least memory; 12.0 has its products and 9.0's loads. In what is
 # no product GPUs hardly differ.
@@ -36,7 +36,7 @@ def test_kernels_are_compiled_as_launched(arguments, tmp_path):
     others = set() if "--calls=products" in arguments else set(OTHERS.split())
     assert {kernel["kernel"] for kernel in kernels} >= PRODUCTS | others
     # One code for all strides of hidden, so that a token's bits do not depend on them.
-    gathered = [kernel for kernel in kernels if kernel["kernel"] == "_gathered_logits_kernel"]
+    gathered = [kernel for kernel in kernels if kernel["kernel"] == "_indexed_logits_kernel"]
     assert len(gathered) == len({kernel["call"] for kernel in gathered})
     if "gfx942" in arguments:
         return

@@ -101,7 +101,7 @@ class Backend(Protocol):
         If `factored` (the cache then holds all columns), it may return factors [N]: the gradient is factor * cache.
         """
 
-    def gathered_logits(
+    def indexed_logits(
         self,
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [V, H]
@@ -116,7 +116,7 @@ class Backend(Protocol):
         The bits of a logit do not depend on the other ids.
         """
 
-    def gathered_sums(
+    def bag_sums(
         self,
         matrix: Tensor,  # [R, H]
         places: Tensor,  # [M] int64 rows of the matrix, or with a shard global ids

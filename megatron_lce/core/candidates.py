@@ -1,6 +1,6 @@
 """Candidates: logprobs at K more ids of each token, and their part of the gradient of the logits.
 
-Forward combines `gathered_logits` with the log-sum-exp of the statistics. With upstream gradients g, backward adds
+Forward combines `indexed_logits` with the log-sum-exp of the statistics. With upstream gradients g, backward adds
 sum over k of g_k (1[candidate k] - p) to the gradient of the logits. The second part is the gradient of a log-sum-exp
 whose upstream is reduced by the sum of g. The first changes K columns of a row, which are overwritten in the slab. They
 are computed in fp32 from the candidates' logprobs, because 1 - p would be lost in a 16-bit p near 1.

@@ -78,7 +78,7 @@ def ids_of_offsets(ids: Tensor, offsets: Tensor) -> Ids:
 
 def logits_over_group(hidden: Tensor, ids: Ids, rows: Rows, call: Call) -> Tensor:
     """Return base-2 logits [M]: 0 at padding, NaN at an id of no rank."""
-    found = call.backend.gathered_logits(hidden, call.weight, ids.rows, ids.ids, rows, call.options, call.shard)
+    found = call.backend.indexed_logits(hidden, call.weight, ids.rows, ids.ids, rows, call.options, call.shard)
     if call.options.tp_group is not None:
         collectives.add_over_group(found, call.options.tp_group)
     logits, owners = found
@@ -158,12 +158,12 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden and weight. The hidden gradient is reduced while the other is computed."""
     shard, sink, room = call.shard, call.options.weight_grad_sink, call.options.workspace_bytes
-    hidden, grad_weight, gathered_sums = call.hidden, None, partial(call.backend.gathered_sums, workspace_bytes=room)
+    hidden, grad_weight, bag_sums = call.hidden, None, partial(call.backend.bag_sums, workspace_bytes=room)
     for block in tokens.blocks():  # one, or none without tokens
         hidden = block.hidden.wait()
         if needs[0]:
             out = tokens.grad_rows(block)
-            gathered_sums(call.weight, ids.ids, factors, ids.offsets, out, shard, accumulate=False)
+            bag_sums(call.weight, ids.ids, factors, ids.offsets, out, shard, accumulate=False)
             tokens.reduce(block, out)
     if needs[1]:  # sums over the tokens of each id
         ids, step = ids.sorted(), ids.num_tokens
@@ -173,6 +173,6 @@ def _gradients(
         offsets = torch.searchsorted(ids.keys, starts.clamp_(max=first + shard.columns * step))
         grad_weight = torch.empty_like(call.weight) if sink is None else sink.buffer()
         terms = ids.keys % step, factors[ids.order], offsets
-        gathered_sums(hidden, *terms, grad_weight, accumulate=sink is not None)
+        bag_sums(hidden, *terms, grad_weight, accumulate=sink is not None)
         grad_weight = grad_weight if sink is None else sink.finish()
     return tokens.grad_hidden() if needs[0] else None, grad_weight

@@ -8,7 +8,7 @@ from megatron_lce.core.plan import cut
 from megatron_lce.core.rows import Rows, softcap_scale
 
 
-def gathered_logits(
+def indexed_logits(
     hidden: Tensor, weight: Tensor, tokens: Tensor, ids: Tensor, rows: Rows, options: Options, shard: Shard
 ) -> Tensor:
     found = hidden.new_empty(2, ids.shape[0], dtype=torch.float32)
@@ -34,7 +34,7 @@ def _local(ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     return clamped, (clamped != local) | (shard.columns == 0)
 
 
-def gathered_sums(
+def bag_sums(
     matrix: Tensor,
     places: Tensor,
     factors: Tensor,

@@ -9,7 +9,7 @@ from megatron_lce.backends.torch.divergence import (
     intermediate_bytes,
     softmaxes_of_products,
 )
-from megatron_lce.backends.torch.indexed_dot import gathered_logits, gathered_sums, write_columns
+from megatron_lce.backends.torch.indexed_dot import bag_sums, indexed_logits, write_columns
 from megatron_lce.backends.torch.row_values import finish, prepare_rows, row_terms
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options

@@ -12,14 +12,14 @@ from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.rows import Rows, softcap_scale
 
 
-def gathered_logits(
+def indexed_logits(
     hidden: Tensor, weight: Tensor, tokens: Tensor, ids: Tensor, rows: Rows, options: Options, shard: Shard
 ) -> Tensor:
     num_ids, cap = ids.shape[0], softcap_scale(options)
     found = hidden.new_empty(2, num_ids, dtype=torch.float32)
     block = tiles.block_rows(8, num_ids)
     tiles.launch(
-        _gathered_logits_kernel,
+        _indexed_logits_kernel,
         (ceil_div(num_ids, block),),
         hidden,
         fp_fusion=True,
@@ -44,7 +44,7 @@ def gathered_logits(
     return found
 
 
-def gathered_sums(
+def bag_sums(
     matrix: Tensor,
     places: Tensor,
     factors: Tensor,
@@ -59,7 +59,7 @@ def gathered_sums(
     block = min(1024, triton.next_power_of_2(num_columns))
     first, num_places = (0, matrix.shape[0]) if shard is None else (shard.start, shard.columns)
     tiles.launch(
-        _gathered_sums_kernel,
+        _bag_sums_kernel,
         (num_sums, ceil_div(num_columns, block)),
         matrix,
         fp_fusion=True,
@@ -99,7 +99,7 @@ def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
 
 # Compiled once for all strides: other code would add in another order.
 @triton.jit(do_not_specialize=["M", "hidden_stride", "weight_stride", "first_id", "num_columns"])
-def _gathered_logits_kernel(
+def _indexed_logits_kernel(
     hidden_ptr,  # [N, H]
     weight_ptr,  # [V, H]
     tokens_ptr,  # [M] int64
@@ -148,7 +148,7 @@ def _gathered_logits_kernel(
 
 
 @triton.jit
-def _gathered_sums_kernel(
+def _bag_sums_kernel(
     matrix_ptr,  # [R, H]
     places_ptr,  # [M] int64
     factors_ptr,  # [M] fp32

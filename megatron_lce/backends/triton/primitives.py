@@ -8,7 +8,7 @@ from megatron_lce.backends.triton.divergence import (
 )
 from megatron_lce.backends.triton.fp32_split import product
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache
-from megatron_lce.backends.triton.indexed_dot import gathered_logits, gathered_sums, write_columns
+from megatron_lce.backends.triton.indexed_dot import bag_sums, indexed_logits, write_columns
 from megatron_lce.backends.triton.merge_stats import product_stats, sum_chunks
 from megatron_lce.backends.triton.row_values import finish, prepare_rows, row_terms
 from megatron_lce.backends.triton.scale import scale
