@@ -53,7 +53,7 @@ def import_slime(folder: Path, plugin: str) -> SimpleNamespace:
     package = "slime.backends.megatron_utils"
     packages_without_their_init(folder, "slime.utils", package)
     mocks(*MEGATRONS_TRAINING, "tqdm", "slime.observability")
-    mocks(*(f"slime.utils.{name}" for name in ("distributed_utils", "memory_utils", "types")))
+    mocks(*(f"slime.utils.{name}" for name in ("distributed_utils", "logging_utils", "memory_utils", "types")))
     mocks(*(f"{package}.{name}" for name in ("checkpoint", "data", "model_provider", "stateless_adam")))
     stand_in("slime.utils.misc", load_function=lambda path: own_loss)
     (load,) = definitions(folder / "slime/utils/misc.py", "slime.utils.misc", "load_function", function_registry={})
