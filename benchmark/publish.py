@@ -223,8 +223,10 @@ def fill(page: str) -> str:
     """The page with its tables made anew."""
 
     def made(place: re.Match[str]) -> str:
-        file, make = TABLES.get(place[2], ("", None))
-        return f"{place[1]}\n{make(result(file)) if make else commands()}\n{place[3]}"
+        if place[2] == "commands":
+            return f"{place[1]}\n{commands()}\n{place[3]}"
+        file, make = TABLES[place[2]]
+        return f"{place[1]}\n{make(result(file))}\n{place[3]}"
 
     return PLACE.sub(made, page)
 
