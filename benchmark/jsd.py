@@ -1,9 +1,10 @@
-"""Fused linear JSD beside its peers in one process.
+"""Fused divergences of two heads beside their peers in one process.
 
-Forward and backward of the mean over tokens, gradients of the student's hidden and weight: `megatron_lce.linear_jsd` of
-each token, and with `token_weights` (ours-weights-1024: its workspace in MiB); Liger's fused linear JSD; and the
-materialised form in eager PyTorch and under torch.compile. Ratios are to cuBLAS's products in the same run:
-Fs + Ft + dX + dW, where each head's logits are made once, and 2 (Fs + Ft) + dX + dW, where backward makes them again.
+Forward and backward of the mean over tokens, gradients of the student's hidden and weight: `linear_jsd` of each token
+(ours), `linear_divergence` of three kinds (ours-3), and `linear_divergence_loss` of one and of three (ours-loss-1024,
+ours-3-loss-1024: the workspace in MiB); Liger's fused linear JSD; and the materialised JSD in eager PyTorch and under
+torch.compile. Ratios are to cuBLAS's products in the same run: Fs + Ft + dX + dW, where each head's logits are made
+once, and 2 (Fs + Ft) + dX + dW, where backward makes them again.
 """
 
 import itertools
@@ -21,35 +22,54 @@ from benchmark.providers import Provider
 from benchmark.results import Results
 from benchmark.shapes import Shape, make_inputs
 
+THREE = ("forward_kl", "tv", "jsd")  # of providers with "-3" in their names
+
 Heads = tuple[Tensor, Tensor, Tensor, Tensor]  # hidden and weight of the student, and of the teacher
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def materialised(
-    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    beta: float,
+    kinds: tuple[str, ...] = ("jsd",),
 ) -> Tensor:
-    """Mean generalised JSD over whole logits, in fp32 at least."""
+    """Mean over tokens of the sum of these divergences, from whole logits, in fp32 at least."""
     student, teacher = (
         (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)).log_softmax(-1)
         for hidden, weight in ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
     )
+    total = torch.zeros((), dtype=student.dtype, device=student.device)
+    if "forward_kl" in kinds:
+        total = total + _kl(teacher, student).mean()
+    if "tv" in kinds:
+        total = total + 0.5 * (student.exp() - teacher.exp()).abs().sum(-1).mean()
+    if "jsd" not in kinds:
+        return total
     if beta in (0, 1):
-        return (_kl(teacher, student) if beta == 0 else _kl(student, teacher)).mean()
+        return total + (_kl(teacher, student) if beta == 0 else _kl(student, teacher)).mean()
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-    return (beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)).mean()
+    return total + (beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)).mean()
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def _ours(*heads_and_beta: Any, weights_workspace: int | None = None) -> Tensor:
-    """With `token_weights` in a workspace of so many bytes; None: without."""
+def _ours(*heads_and_beta: Any, kinds: tuple[str, ...] = ("jsd",), loss_workspace: int | None = None) -> Tensor:
+    """With a loss in a workspace of so many bytes; None: of each token."""
     *heads, beta = heads_and_beta
-    if weights_workspace is None:
-        return megatron_lce.linear_jsd(*heads, beta=beta).mean()
-    weights = heads[0].new_full((len(heads[0]),), 1 / len(heads[0]), dtype=torch.float32)
-    return megatron_lce.linear_jsd(*heads, beta=beta, token_weights=weights, workspace_bytes=weights_workspace)
+    if loss_workspace is None:
+        return _sum(megatron_lce.linear_divergence(*heads, kinds=kinds, beta=beta)).mean()
+    labels = torch.zeros(len(heads[0]), dtype=torch.int64, device=heads[0].device)
+    options = {"kinds": kinds, "beta": beta, "workspace_bytes": loss_workspace}
+    return megatron_lce.linear_divergence_loss(*heads, labels, _sum, **options).loss / len(labels)
+
+
+def _sum(out: megatron_lce.LinearDivergenceOutput) -> Tensor:
+    return sum(divergence for divergence in out if divergence is not None)
 
 
 def _load_liger() -> Loss:
@@ -65,7 +85,10 @@ PROVIDERS = {
     provider.name: provider
     for provider in (
         Provider("ours", lambda: _ours),
-        Provider("ours-weights-1024", lambda: partial(_ours, weights_workspace=2**30)),
+        Provider("ours-3", lambda: partial(_ours, kinds=THREE)),
+        Provider("ours-loss-1024", lambda: partial(_ours, loss_workspace=2**30)),
+        Provider("ours-weights-1024", lambda: partial(_ours, loss_workspace=2**30)),  # the same; its name in 0.2.0
+        Provider("ours-3-loss-1024", lambda: partial(_ours, kinds=THREE, loss_workspace=2**30)),
         Provider("liger", _load_liger, package="liger-kernel"),
         Provider("compile", lambda: torch.compile(materialised, dynamic=False), holds_logits=True),
         Provider("eager", lambda: materialised, holds_logits=True),
@@ -86,10 +109,10 @@ def step(loss: Loss, heads: Heads, beta: float) -> tuple[Tensor, ...]:
     return value.detach(), *torch.autograd.grad(value, heads[:2])
 
 
-def measure_error(loss: Loss, heads: Heads, beta: float) -> dict:
+def measure_error(loss: Loss, heads: Heads, beta: float, kinds: tuple[str, ...]) -> dict:
     """Loss and gradients against the materialised form in fp64."""
     exact = tuple(tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in heads)
-    pairs = zip(step(loss, heads, beta), step(materialised, exact, beta), strict=True)
+    pairs = zip(step(loss, heads, beta), step(partial(materialised, kinds=kinds), exact, beta), strict=True)
     names = ("loss_relative_error", "grad_hidden_relative_error", "grad_weight_relative_error")
     return {name: measure.relative_error(*pair) for name, pair in zip(names, pairs, strict=True)}
 
@@ -123,5 +146,5 @@ def measure_case(results: Results, arguments: Any) -> None:
     heads = make_heads(*arguments.error_shape, results.dtype, results.device)
     shape = {"shape": "x".join(map(str, arguments.error_shape))}
     for beta, (name, loss) in itertools.product(arguments.betas, losses.items()):
-        error = partial(measure_error, loss, heads, beta)
+        error = partial(measure_error, loss, heads, beta, THREE if "-3" in name else ("jsd",))
         results.attempt("jsd_errors", shape | {"beta": beta, "provider": name}, error)

@@ -55,7 +55,10 @@ HEADS = {
 JSD_HEADS = {
     "compile": "torch.compile",
     "ours": "`linear_jsd`",
-    "ours-weights-1024": "`linear_jsd`, `token_weights`",
+    "ours-weights-1024": "`linear_jsd`, `token_weights`",  # of 0.2.0
+    "ours-3": "`linear_divergence`, three kinds",
+    "ours-loss-1024": "`linear_divergence_loss`",
+    "ours-3-loss-1024": "`linear_divergence_loss`, three kinds",
 }
 TRAINING = {
     "native": "Megatron, fused cross-entropy",

@@ -137,7 +137,7 @@ CASES = {
     "jsd": Case("Fused linear JSD beside its peers in one process.", "jsd.measure_case", TURNS | {
         "budget_ms": "150", "shape": ("8192x2048x4096x151936", "64x32x48x1000"), "betas": "0.5,0,1",
         "error_shape": ("1024x512x1024x32768", "64x32x48x1000"),
-        "providers": ("ours,ours-weights-1024,compile", "ours,ours-weights-1024,eager"),
+        "providers": ("ours,ours-3,ours-loss-1024,ours-3-loss-1024,compile", "ours,ours-loss-1024,eager"),
     }),
     "sampler": Case("Logprobs of a sampler's few rows, replayed beside the product.", "sampler.measure_case", TURNS | {
         "rows": ("1,16,64,256,512", "1,5,16"), "hidden": ("4096", "128"), "vocab": ("151936", "1000"),

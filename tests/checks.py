@@ -16,11 +16,13 @@ from tests.findings import Findings, Floors, check_error, check_same_bits_on_eve
 from tests.ids_checks import check_ids
 from tests.jsd_oracle import (
     JsdInputs,
-    divergences_of_products,
     evaluate_jsd,
     jsd_comparisons,
+    jsd_of_products,
+    log_probabilities,
     logits_of_products,
     materialised_jsd,
+    weighted_jsd,
 )
 from tests.oracle import Result, comparisons, error_of_sum, evaluate, oracle, part_comparisons, relative_error
 
@@ -189,6 +191,12 @@ def check_bits(share: Share, outputs: LinearCrossEntropyOutput, findings: Findin
                 findings.check(title(share, f"{name}: bits on one rank"), same)
 
 
+def oracle_options(share: Share) -> dict[str, Any]:
+    """A case's keywords as `jsd_of_products` takes them."""
+    given = share.keywords | {"labels": share.whole.labels}
+    return taken_by(log_probabilities, given) | taken_by(jsd_of_products, given)
+
+
 def check_jsd(share: Share, findings: Findings, floors: Floors | None) -> None:
     labels, (student, teacher) = share.whole.labels, share.whole.heads
     upstream, poisoned = (next(u for u in of if u is not None) for of in (share.whole.upstream, share.whole.poisoned))
@@ -196,14 +204,14 @@ def check_jsd(share: Share, findings: Findings, floors: Floors | None) -> None:
     returned: list[LinearCrossEntropyOutput] = []
 
     def divergence(*heads: Tensor, **keywords: Any) -> Tensor:
-        result = megatron_lce.linear_jsd(*map(share.drawn, heads), **share.drawn(keywords))
+        result = weighted_jsd(*map(share.drawn, heads), **share.drawn(keywords))
         if keywords.get("return_student"):
             returned.append(result[1])
         return result[0] if returned else result
 
     with surroundings(share.case):
         actual = evaluate_jsd(divergence, mine, weighted=share.case.weighted, labels=labels, **share.keywords)
-    options = taken_by(divergences_of_products, share.keywords | {"labels": labels})
+    options = oracle_options(share)
     more = floors(share, evaluate_jsd(materialised_jsd, inputs.to(torch.float64), **options)) if floors else {}
     for name, error, allowed in jsd_comparisons(actual, inputs, **share.parts, **options):
         check_error(share, name, error, allowed + more.get(name, 0.0), findings)

@@ -21,16 +21,25 @@ from triton.backends.compiler import GPUTarget
 import megatron_lce
 from megatron_lce.api import linear_token_loss as token_loss
 from megatron_lce.backends import choice
+from megatron_lce.core.jsd_heads import KINDS
 
 # KiB of shared memory that a program may have.
 SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99, "gfx942": 64}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPTIONS = ["", "no_entropy", "softcap", "telemetry", "cache", "softcap+telemetry", "softcap+cache", "cache+no_entropy"]
-OPTIONS += ["token_loss", "jsd", "jsd+softcap", "jsd+beta0", "jsd+weights", "jsd+beta0+weights"]
+OPTIONS += ["token_loss", "jsd", "jsd+softcap", "jsd+beta0", "jsd+loss", "jsd+beta0+loss"]
 OPTIONS += ["candidates", "ids", "fp32_weight"]
 # Every kernel and option once.
-SOME = [(BF16, "softcap"), (FP16, "telemetry+cache"), (FP32, ""), (BF16, "jsd"), (BF16, "candidates"), (BF16, "ids")]
-SOME += [(BF16, "fp32_weight")]
+SOME = [
+    (BF16, "softcap"),
+    (FP16, "telemetry+cache"),
+    (FP32, ""),
+    (BF16, "jsd"),
+    (BF16, "jsd+loss"),
+    (BF16, "candidates"),
+    (BF16, "ids"),
+]
+SOME += [(BF16, "fp32_weight"), (BF16, "jsd+loss")]
 # The kernels whose tiles, loads and shared memory differ from GPU to GPU.
 PRODUCTS = [(BF16, "softcap"), (FP32, "")]
 
@@ -73,6 +82,10 @@ def nll(out: megatron_lce.LinearCrossEntropyOutput) -> torch.Tensor:
     return -out.logprobs
 
 
+def divergence(out: megatron_lce.LinearDivergenceOutput) -> torch.Tensor:
+    return out.forward_kl + out.reverse_kl + out.tv + out.jsd
+
+
 def run(dtype: torch.dtype, option: str) -> None:
     """Call one operation, forward and backward."""
     options = option.split("+")
@@ -84,9 +97,13 @@ def run(dtype: torch.dtype, option: str) -> None:
     if "jsd" in options:
         keywords = {"student_softcap": softcap, "teacher_softcap": softcap, "backend": "triton"}
         keywords |= {"beta": 0.0 if "beta0" in options else 0.5}
-        if "weights" in options:
-            keywords["token_weights"] = torch.empty(256, dtype=FP32, device="meta")
-        megatron_lce.linear_jsd(hidden, weight, hidden.detach(), weight.detach(), **keywords).sum().backward()
+        heads = hidden, weight, hidden.detach(), weight.detach()
+        if "loss" in options:
+            token_loss._seen.add(token_loss.code_of(divergence))
+            keywords |= {"kinds": KINDS, "return_student": True}
+            megatron_lce.linear_divergence_loss(*heads, labels, divergence, **keywords).loss.backward()
+        else:
+            megatron_lce.linear_jsd(*heads, **keywords).sum().backward()
         return
     if "candidates" in options:  # rows 1032 and 2064 apart
         hidden, weight = (torch.empty(rows, 1032, dtype=dtype, device="meta") for rows in (256, 4000))

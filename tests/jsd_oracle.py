@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lce import linear_jsd
+from megatron_lce import linear_divergence, linear_divergence_loss, linear_jsd
+from megatron_lce.core.jsd_heads import KINDS
 from tests.oracle import (
     TIMES_EAGER_16_BIT,
     TIMES_EAGER_FP32,
@@ -60,7 +61,7 @@ class JsdInputs(NamedTuple):
 
     def run(self, backend: str, within: AbstractContextManager = _USUAL, **keywords: Any) -> "JsdResult":
         with within:
-            return evaluate_jsd(linear_jsd, self, backend=backend, **keywords)
+            return evaluate_jsd(weighted_jsd, self, backend=backend, **keywords)
 
     def check(self, backend: str, *, only_here: dict[str, Any] | None = None, **keywords: Any) -> "JsdResult":
         """Run, assert that loss and gradients are within their budget of the oracle's, and return them.
@@ -89,10 +90,47 @@ def evaluate_jsd(
     """Loss of `function` and the student's gradients that `upstream` gives through it."""
     hidden = inputs.student_hidden.detach().clone().requires_grad_()
     weight = inputs.student_weight.detach().clone().requires_grad_()
-    keywords |= {"token_weights": inputs.upstream} if weighted else {}
+    keywords |= {"weights": inputs.upstream} if weighted else {}
     loss = function(hidden, weight, *inputs[2:4], **keywords)
     loss.backward(loss.new_tensor(factor) if weighted else inputs.upstream.to(loss))
     return JsdResult(loss.detach(), hidden.grad, weight.grad)
+
+
+def weighted_jsd(*heads: Tensor, weights: Tensor | None = None, kinds: tuple[str, ...] = (), **keywords: Any) -> Any:
+    """`linear_jsd`; with kinds the `combined` divergences of `linear_divergence`; with the student, if it is asked for.
+
+    With weights [...] their sum, by `linear_divergence_loss`: rows of weight 0 are ignored.
+    """
+    if weights is None and not kinds:
+        return linear_jsd(*heads, **keywords)
+    if weights is None:
+        out = linear_divergence(*heads, kinds=kinds, **keywords)
+        loss = combined(out._asdict(), kinds)
+        return (loss, out.student) if keywords.get("return_student") else loss
+    labels, ignore_index = keywords.pop("labels", None), keywords.get("ignore_index", -100)
+    if labels is None:
+        labels = torch.full(weights.shape, int(ignore_index == 0), dtype=torch.int64, device=weights.device)
+    labels = labels.masked_fill(weights == 0, ignore_index)
+    given = weights, *(factors(labels.shape, i, weights.device) for i, _ in enumerate(kinds))
+    result = linear_divergence_loss(*heads, labels, _weighted, *given, kinds=kinds or ("jsd",), **keywords)
+    return (result.loss, result.outputs.student) if keywords.get("return_student") else result.loss
+
+
+def _weighted(out: Any, weights: Tensor, *of_kinds: Tensor) -> Tensor:
+    by_kind = [out[i] for i in range(len(KINDS)) if out[i] is not None]
+    sums = sum(f * d for f, d in zip(of_kinds, by_kind, strict=True)) if of_kinds else out.jsd
+    return (weights * sums).float()
+
+
+def combined(found: dict[str, Any], kinds: tuple[str, ...]) -> Tensor:
+    """The sum of some divergences, each with a factor of its own for each token."""
+    in_order = [found[kind] for kind in KINDS if kind in kinds]
+    return sum(factors(d.shape, i, d.device).to(d.dtype) * d for i, d in enumerate(in_order))
+
+
+def factors(shape: tuple[int, ...], kind: int, device: torch.device) -> Tensor:
+    numbers = torch.arange(math.prod(shape), dtype=torch.float32, device=device)
+    return torch.cos(numbers + kind).view(shape)
 
 
 def materialised_jsd(*heads: Tensor, **keywords: Any) -> Tensor:
@@ -100,17 +138,41 @@ def materialised_jsd(*heads: Tensor, **keywords: Any) -> Tensor:
     return jsd_of_products(heads[0] @ heads[1].T, heads[2] @ heads[3].T, **keywords)
 
 
-def jsd_of_products(student: Tensor, teacher: Tensor, *, beta: float = 0.5, **keywords: Any) -> Tensor:
-    kind = {0: "forward_kl", 1: "reverse_kl"}.get(beta, "jsd")
-    return divergences_of_products(student, teacher, beta=beta, **keywords)[kind]
+def jsd_of_products(
+    student: Tensor, teacher: Tensor, *, beta: float = 0.5, kinds: tuple[str, ...] = (), **keywords: Any
+) -> Tensor:
+    """The jsd, or the `combined` divergences of these kinds."""
+    found = divergences_of_products(student, teacher, beta=beta, **keywords)
+    return combined(found, kinds) if kinds else found["jsd"]
 
 
 def divergences_of_products(
+    student: Tensor, teacher: Tensor, *, beta: float = 0.5, **keywords: Any
+) -> dict[str, Tensor]:
+    """Each divergence by its definition, [...]."""
+    log_s, log_t, ignored = log_probabilities(student, teacher, **keywords)
+
+    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+        return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+
+    found = {"forward_kl": kl(log_t, log_s), "reverse_kl": kl(log_s, log_t)}
+    apart = log_s.exp() - log_t.exp()
+    sign = (apart > 0).to(apart) - (apart < 0).to(apart) + 0 * apart.detach()  # NaN of NaN, unlike abs's gradient
+    found["tv"] = 0.5 * (apart * sign).sum(dim=-1)
+    if beta in (0, 1):
+        found["jsd"] = found["reverse_kl" if beta else "forward_kl"]
+    else:
+        log_weights = torch.tensor([beta, 1 - beta], dtype=torch.float64, device=log_s.device).log().to(log_s)
+        log_m = torch.logaddexp(log_t + log_weights[0], log_s + log_weights[1])
+        found["jsd"] = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
+    return {kind: torch.where(ignored, 0.0, loss) for kind, loss in found.items()}
+
+
+def log_probabilities(
     student: Tensor,  # [..., V] hidden @ weight.T
     teacher: Tensor,  # [..., V]
     *,
     labels: Tensor | None = None,
-    beta: float = 0.5,
     temperature: float | Tensor = 1.0,
     teacher_temperature: float | Tensor | None = None,
     student_logits_scale: float = 1.0,
@@ -119,8 +181,8 @@ def divergences_of_products(
     teacher_softcap: float | None = None,
     ignore_index: int = -100,
     vocab_size: int | None = None,
-) -> dict[str, Tensor]:
-    """Each divergence by its definition, [...]; a jsd only between the ends."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of both heads, [..., V], and which rows are ignored."""
     ignored = torch.zeros((), dtype=torch.bool, device=student.device) if labels is None else labels == ignore_index
 
     def usable(temperature: float | Tensor) -> float | Tensor:
@@ -135,17 +197,7 @@ def divergences_of_products(
         logits_of_products(teacher[..., :vocab_size], teacher_logits_scale, teacher_softcap),
     )
     log_s, log_t = ((z / t).log_softmax(dim=-1) for z, t in zip(logits, temperatures, strict=True))
-
-    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-        return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
-
-    found = {"forward_kl": kl(log_t, log_s), "reverse_kl": kl(log_s, log_t)}
-    found["tv"] = 0.5 * (log_s.exp() - log_t.exp()).abs().sum(dim=-1)
-    if 0 < beta < 1:
-        log_weights = torch.tensor([beta, 1 - beta], dtype=torch.float64, device=log_s.device).log().to(log_s)
-        log_m = torch.logaddexp(log_t + log_weights[0], log_s + log_weights[1])
-        found["jsd"] = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
-    return {kind: torch.where(ignored, 0.0, loss) for kind, loss in found.items()}
+    return log_s, log_t, ignored
 
 
 def logits_of_products(products: Tensor, logits_scale: float, softcap: float | None) -> Tensor:

@@ -90,11 +90,14 @@ def jsd(device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list
     import megatron_lce
 
     student, teacher = head(device, dtype), head(device, dtype, size=136)
+    heads = (*student[:2], *(x.detach() for x in teacher[:2]))
     if options.pop("weighted", False):
-        options["token_weights"] = torch.linspace(0.0, 1.0, len(student[2]), dtype=FP32, device=device)
+        weights = torch.linspace(0.0, 1.0, len(student[2]), dtype=FP32, device=device)
+        given = student[2], lambda out, weights: weights * (out.jsd + out.tv), weights
+        options = {"kinds": ("jsd", "tv"), "backend": "triton"} | options
+        return backward(megatron_lce.linear_divergence_loss(*heads, *given, **options).loss, *student[:2])
     if options.pop("with_labels", False):
         options["labels"] = student[2]
-    heads = (*student[:2], *(x.detach() for x in teacher[:2]))
     return backward(megatron_lce.linear_jsd(*heads, backend="triton", **options), *student[:2])
 
 

@@ -90,7 +90,7 @@ def test_two_versions_of_transformer_engines_loss_are_loaded_side_by_side(tmp_pa
 def test_jsd_run_measures_against_the_products_of_the_same_run(tmp_path):
     output = tmp_path / "jsd.json"
     arguments = "jsd --device cpu --dtype fp32 --shape 6x8x4x24 --error-shape 5x8x4x16 --budget-ms 0"
-    arguments += " --providers ours,ours-weights-1024,eager --betas 0.1,0,1"
+    arguments += " --providers ours,ours-3,ours-loss-1024,ours-3-loss-1024,eager --betas 0.1,0,1"
     document = run.main([*arguments.split(), "--json", str(output)])
     assert json.loads(output.read_text()) == document
     assert [record["beta"] for record in document["jsd"] if record["provider"] == "ours"] == [0.1, 0, 1]
@@ -98,7 +98,7 @@ def test_jsd_run_measures_against_the_products_of_the_same_run(tmp_path):
     products = [{"status": "ok", "student_logits_ms": [1.0], "teacher_logits_ms": [2.0]}]
     products[0] |= {"grad_hidden_ms": [4.0], "grad_weight_ms": [8.0]}
     assert results.limits_ms({"jsd_products": products}, {"beta": 0.5}) == [15, 18]
-    assert len(document["jsd_errors"]) == 9
+    assert len(document["jsd_errors"]) == 15
     for record in document["jsd_errors"]:
         assert max(value for value in record.values() if isinstance(value, float) and value != record["beta"]) < 1e-5
 

@@ -67,10 +67,12 @@ def foreign(paths, *allowed):
 
 
 def test_the_names_of_the_interface():
-    operations = """linear_cross_entropy linear_jsd linear_logits_at linear_token_loss linear_topk support_logprobs
-        topk_divergence shift_labels check_labels load_head_shard FusedLinearHead compat"""
+    operations = """linear_cross_entropy linear_divergence linear_divergence_loss linear_jsd linear_logits_at
+        linear_token_loss linear_topk support_logprobs topk_divergence shift_labels check_labels load_head_shard
+        FusedLinearHead compat"""
     of_megatron = """accept_head capture_lm_head enable_fused_linear_ce explain fused_output_processor"""
-    types = "CapturedHead Explanation FusedLinearCE FusedOutputContext LinearCrossEntropyOutput TokenLoss TopK"
+    types = """CapturedHead DivergenceLoss Explanation FusedLinearCE FusedOutputContext LinearCrossEntropyOutput
+        LinearDivergenceOutput StoredHead TokenLoss TopK"""
     exported = {alias.name for _, node in every(ast.ImportFrom, [PACKAGE / "public.py"]) for alias in node.names}
     assert exported == {*operations.split(), *of_megatron.split(), *types.split()}
     assert set(megatron_lce.__all__) == exported <= set(dir(megatron_lce))
@@ -196,7 +198,7 @@ def test_works_with_neither_triton_nor_megatron():
         unused = ("megatron_lce.backends.triton.", "megatron_lce.plugins")
         assert not [name for name in sys.modules if name in ("triton", "megatron") or name.startswith(unused)]
         sys.modules["triton"] = sys.modules["megatron"] = None  # as if not installed
-        for name in ("backends.triton", "megatron", "compat", "api.linear_jsd"):
+        for name in ("backends.triton", "megatron", "compat", "api.linear_divergence"):
             importlib.import_module(f"megatron_lce.{name}")
         hidden = torch.randn(3, 8, requires_grad=True)
         weight, labels = torch.randn(20, 8), torch.tensor([0, 5, 19])

@@ -7,6 +7,7 @@ sets hold from none to all of a row's.
 import pytest
 import torch
 
+from megatron_lce.core.jsd_heads import KINDS
 from tests.cases import BF16, FP32, SOMEWHERE, Ranks, Whole, case
 from tests.checks import check_case
 from tests.findings import Asserted
@@ -190,6 +191,7 @@ def jsd(name, shape, student_size, teacher_size, columns, dtype=FP32, betas=BETA
 BOTH_HEADS = {"student_logits_scale": 1.5, "student_softcap": 2.0}
 BOTH_HEADS |= {"teacher_logits_scale": -0.5, "teacher_softcap": 5.0}
 STUDENT, KNOWN = {"return_student": True, **SOME}, {"weighted": True}
+IN_BLOCKS = {"workspace_bytes": 200_000}
 WIDE_VOCABULARY = (5, 2), 24, 40, 2000
 OF_JSD = [
     *jsd("one of each", (1,), 1, 1, 1),
@@ -221,6 +223,16 @@ OF_JSD = [
     *jsd("the student's outputs", *WIDE_VOCABULARY, **STUDENT, student_softcap=6.0, temperature=1.7),
     *jsd("the student's, blocks", *WIDE_VOCABULARY, **STUDENT, **SKIPPED, workspace_bytes=2**17),
     *jsd("the student's, known weights", *WIDE_VOCABULARY, **STUDENT, **KNOWN, **COUNTED, workspace_bytes=2**17),
+    *jsd("all kinds", (7, 3), 24, 40, 300, kinds=KINDS, **SOME, **PER_TOKEN),
+    *jsd("all kinds, bf16", (9,), 24, 40, 130, BF16, (0.5,), kinds=KINDS, **BOTH_HEADS, **PER_TOKEN),
+    *jsd("all kinds, known weights", (70,), 24, 40, 130, kinds=KINDS, **KNOWN, **STUDENT),
+    *jsd("all kinds, known weights, blocks", (300,), 24, 16, 90, BF16, (0.3,), kinds=KINDS, **KNOWN, **IN_BLOCKS),
+    *jsd("tv", (33,), 24, 40, 130, betas=(0.5,), kinds=("tv",), temperature=0.5, vocab_size=37),
+    *jsd("tv, skipped, the student's", (33,), 24, 40, 130, BF16, (0.5,), kinds=("tv",), **STUDENT, **SKIPPED),
+    *jsd("tv and KL, counted", (33,), 24, 40, 130, betas=(0.5,), kinds=("tv", "reverse_kl"), **SOME, **COUNTED),
+    *jsd("kinds, unusable", (11, 3), 24, 16, 70, betas=(0.5,), kinds=("tv", "forward_kl"), **SOME, **UNUSABLE),
+    *jsd("kinds, underflow", (16,), 8, 8, 130, betas=(0.5,), kinds=("tv", "forward_kl"), logit_std=300.0),
+    *jsd("kinds, very negative logits", (8,), 8, 8, 70, betas=(0.5,), kinds=KINDS, offset=-1e4),
     *jsd("skipped", (10, 3), 24, 16, 300, betas=(0.5,), teacher_dtype=BF16, **SOME, **SKIPPED, **PER_TOKEN),
     *jsd("counted, bf16", (10, 3), 24, 16, 300, BF16, (1,), **SOME, **COUNTED, **PER_TOKEN),
     *jsd("skipped, all ignored", (10, 3), 24, 16, 300, BF16, (0.5,), ignored=1.0, **SKIPPED, **PER_TOKEN),

@@ -64,7 +64,7 @@ def run(
         part[:SOFTMAX_ROWS] = softmaxes
         functions.divergence_of_products(heads, shard, part)
     merged = torch.cat([softmaxes, torch.stack([part[SOFTMAX_ROWS:] for part in stats]).sum(dim=0)])
-    losses, to_nats = divergences_in_nats(merged, rows, tuple(kinds), beta)
+    outputs, to_nats = divergences_in_nats(merged, rows, kinds, beta)
     terms = gradient_terms(upstream, merged, to_nats, rows.scale, heads.student, beta)
     heads, gradients = heads._replace(kinds=tuple(upstream), terms=terms), []
     for shard in shards:
@@ -72,7 +72,7 @@ def run(
         gradient = products.new_empty(n, stride)[:, : shard.shape[2]]
         functions.gradient_of_products(heads, shard, merged, gradient)
         gradients.append(gradient)
-    return losses, torch.cat(gradients, dim=1)
+    return {kind: getattr(outputs, kind) for kind in kinds}, torch.cat(gradients, dim=1)
 
 
 def exact(products, upstream, kinds, dtype=torch.float64, temperature=1.0, softcap=None, beta=0.5):

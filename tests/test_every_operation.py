@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_lce
 from megatron_lce import compat
+from megatron_lce.core.jsd_heads import KINDS
+from tests.jsd_oracle import weighted_jsd
 from tests.problems import make_problem
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -36,8 +38,13 @@ def token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) 
 
 def jsd(hidden: Tensor, weight: Tensor, labels: Tensor, weighted: bool = False, **keywords: Any) -> Tensor:
     teacher = 1.5 * hidden.detach().flip(-1), weight.detach()
-    keywords |= {"labels": labels, "token_weights": (labels % 5).float() if weighted else None}
-    return megatron_lce.linear_jsd(hidden, weight, *teacher, **keywords)
+    keywords |= {"labels": labels, "weights": (labels % 5).float() if weighted else None}
+    return weighted_jsd(hidden, weight, *teacher, **keywords)
+
+
+def divergences(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> Any:
+    teacher = 1.5 * hidden.detach().flip(-1), weight.detach()
+    return megatron_lce.linear_divergence(hidden, weight, *teacher, kinds=KINDS, labels=labels, **keywords)
 
 
 def logits_at(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> Tensor:
@@ -55,6 +62,7 @@ OPERATIONS = {
     "candidates": candidates,
     "token loss": token_loss,
     "jsd": jsd,
+    "divergences": divergences,
     "jsd, known weights": known_jsd,
     "logits at ids": logits_at,
     "support": support,

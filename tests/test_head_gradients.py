@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_lce import linear_cross_entropy, linear_jsd, linear_token_loss
+from megatron_lce import linear_cross_entropy, linear_token_loss
+from tests import jsd_oracle
 from tests.oracle import relative_error
 from tests.problems import make_problem, smallest_workspace
 
@@ -72,7 +73,7 @@ def test_odd_rows_that_start_at_16_bytes(hidden_size, first, backend, device):
 
 def weighted_jsd(problem, weight, **keywords):
     teacher = problem.hidden.flip(0), problem.weight
-    return linear_jsd(problem.hidden, weight, *teacher, token_weights=problem.labels / 301, **keywords)
+    return jsd_oracle.weighted_jsd(problem.hidden, weight, *teacher, weights=problem.labels / 301, **keywords)
 
 
 @pytest.mark.parametrize("operation", [token_loss, weighted_jsd])

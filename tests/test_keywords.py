@@ -4,12 +4,16 @@ import inspect
 from dataclasses import fields
 from typing import get_type_hints
 
+from torch import Tensor
+
 import megatron_lce
 from megatron_lce.api.linear_token_loss import linear_token_losses
 from megatron_lce.core.options import Options
 
 LABELS = {"ignore_index", "entropy", "telemetry", "candidates", "skip_ignored"}
 CACHE = {"logits_cache_bytes"}
+OF_DIVERGENCE = {"temperature", "tp_group", "sequence_parallel", "ignore_index", "vocab_start", "vocab_size"}
+OF_DIVERGENCE |= {"skip_ignored", "workspace_bytes", "backend", "weight_grad_sink"}
 FIXED_BY_A_HEAD = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden", "weight_grad_sink"}
 
 
@@ -32,19 +36,29 @@ def test_options_and_typed_keywords_are_those_of_the_operations():
     assert [get_type_hints(other) for other in keyword_only(linear_token_losses)[1]] == [but(types, CACHE)]
 
     of_logits = but(types, LABELS | CACHE)
+    divergence = {name: hint for name, hint in types.items() if name in OF_DIVERGENCE} | {
+        "labels": Tensor | None,
+        "beta": float,
+        "return_student": bool,
+        "teacher_temperature": types["temperature"] | None,
+        **{f"{role}_logits_scale": float for role in ("student", "teacher")},
+        **{f"{role}_softcap": float | None for role in ("student", "teacher")},
+    }
     for name, expected in {
         "linear_topk": but(of_logits, {"reduce_grad_hidden", "weight_grad_sink"}),
         "linear_logits_at": of_logits,
         "support_logprobs": of_logits,
         "linear_token_loss": but(types, CACHE),
         "linear_cross_entropy": types,
-        "linear_jsd": {},
+        "linear_divergence": divergence,
+        "linear_divergence_loss": but(divergence, {"labels"}),
+        "linear_jsd": divergence,
     }.items():
         own, others = keyword_only(getattr(megatron_lce, name))
         assert all(get_type_hints(other) == expected for other in others)
-        assert name in ("linear_cross_entropy", "linear_jsd") or others
+        assert name == "linear_cross_entropy" or others
         of_captured, (other,) = keyword_only(getattr(megatron_lce.CapturedHead, name))
-        assert not of_captured
+        found = get_type_hints(other) | {keyword: hint for keyword, (hint, _) in of_captured.items()}
         own = {} if name == "linear_cross_entropy" else {keyword: hint for keyword, (hint, _) in own.items()}
         by_place = {"temperature"} if name == "linear_cross_entropy" else set()
-        assert get_type_hints(other) == but(expected | own, FIXED_BY_A_HEAD | by_place)
+        assert found == but(expected | own, FIXED_BY_A_HEAD | by_place)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_lce import linear_cross_entropy, linear_jsd
-from tests.jsd_oracle import make_inputs
+from tests.jsd_oracle import make_inputs, weighted_jsd
 from tests.live_bytes import Products, largest_tensor, peak_live_bytes
 from tests.oracle import differentiable
 from tests.problems import BETAS, make_problem, smallest_workspace, workspace_of
@@ -101,8 +101,8 @@ def test_slabs_are_gone_before_the_next_ones_come(beta, dtype, workspace_bytes, 
 def test_known_weights_take_the_workspace_and_the_sum_of_the_weights_gradient():
     inputs = make_inputs(600, 32, 48, 2300, torch.device("cpu"))
     hidden, weight = trained(*inputs[:2])
-    keywords = {"token_weights": inputs.upstream, "workspace_bytes": 2**23, "backend": "torch"}
-    peak, _ = peak_live_bytes(lambda: linear_jsd(*inputs[:4], **keywords))
+    keywords = {"weights": inputs.upstream, "workspace_bytes": 2**23, "backend": "torch"}
+    peak, _ = peak_live_bytes(lambda: weighted_jsd(*inputs[:4], **keywords))
     assert peak <= 2**23 + weight.nbytes + hidden.nbytes + OF_TWO_HEADS * 600
 
 
@@ -129,10 +129,11 @@ def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(
         if out.shape == weight.shape:
             summed.append(a.shape[1])
 
-    monkeypatch.setattr("megatron_lce.api.linear_jsd.product", no_product)
+    monkeypatch.setattr("megatron_lce.api.linear_divergence.product", no_product)
 
     def step():
-        loss = linear_jsd(*inputs[:4], token_weights=inputs.upstream, workspace_bytes=workspace_bytes, backend="triton")
+        keywords = {"workspace_bytes": workspace_bytes, "backend": "triton"}
+        loss = weighted_jsd(*inputs[:4], weights=inputs.upstream, **keywords)
         return torch.autograd.grad(loss, [tensor for tensor in (hidden, weight) if tensor.requires_grad])
 
     peak, gradients = peak_live_bytes(step)
@@ -160,9 +161,9 @@ def step_of_cross_entropy(device, dtype, tokens=TOKENS, hidden_size=512, columns
 def step_of_jsd(device, dtype, tokens=TOKENS, hidden_size=512, columns=COLUMNS, weighted=False, **keywords):
     problem = make_inputs(tokens, hidden_size, 3 * hidden_size // 2, columns, device, dtype)
     inputs = trained(*problem[:2])
-    keywords |= {"token_weights": problem.upstream} if weighted else {}
+    keywords |= {"weights": problem.upstream} if weighted else {}
     upstream = torch.ones((), device=device) if weighted else problem.upstream
-    return lambda: linear_jsd(*problem[:4], **keywords), lambda loss: loss.backward(upstream), inputs, 192 * tokens
+    return lambda: weighted_jsd(*problem[:4], **keywords), lambda loss: loss.backward(upstream), inputs, 192 * tokens
 
 
 STEPS = {f"jsd, beta {beta}": (step_of_jsd, {"beta": beta}) for beta in BETAS}

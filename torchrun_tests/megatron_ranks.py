@@ -116,8 +116,8 @@ def check_arguments_of_one_rank(case: cases.Case, device: torch.device, report: 
     check(cross_entropy, given | {"candidates": ids}, {"candidates": ids[:, 1:]}, "candidates must be [b, s, K]")
     check(token_loss, {"part": torch.ones_like(labels)}, {"part": short}, "per_token[0] must be [b, s]")
     check(head.linear_logits_at, {"ids": ids}, {"ids": ids[..., 0]}, "ids must be [b, s, K]")
-    weights = {"teacher_head": head, "token_weights": short.new_ones(labels.shape)}
-    check(head.linear_jsd, weights, {"token_weights": short}, "token_weights must be [b, s]")
+    temperatures = {"teacher_head": head, "teacher_temperature": short.new_ones(labels.shape)}
+    check(head.linear_divergence, temperatures, {"teacher_temperature": short}, "teacher_temperature must be [b, s]")
     out = cross_entropy(labels)
     report.check(f"{case.name}: afterwards", bool(out.logprobs.isfinite().all()), str(out.logprobs.shape))
 

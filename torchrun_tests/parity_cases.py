@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from megatron_lce.core.jsd_heads import KINDS
 from tests.cases import BF16, FP32, SEQUENCE, Case, Whole, case, uneven
 
 WIDE = (SEQUENCE, 3)
@@ -184,6 +185,10 @@ OF_JSD = [
     *jsd("known weights, SP, blocks, the student's outputs", 0, BETWEEN, **BLOCKS, **SP, **KNOWN, **STUDENT),
     *jsd("known weights, skipped", BETWEEN, workspace_bytes=2**14, **SP, **SOME, **COUNTED, **KNOWN),
     *jsd("known weights, all ignored", BETWEEN, ignored=1.0, **SP, **SKIPPED, **KNOWN),
+    *jsd("all kinds, uneven", BETWEEN, 1, shards=uneven, kinds=KINDS, **SOME, **PER_TOKEN),
+    *jsd("all kinds, padding, sequence parallel", BETWEEN, vocab_size=5, kinds=KINDS, **SP, **SKIPPED),
+    *jsd("all kinds, known weights, SP, blocks", BETWEEN, kinds=KINDS, **BLOCKS, **SP, **KNOWN, **STUDENT),
+    *jsd("tv, NaN in one shard of the teacher's weight", BETWEEN, kinds=("tv",), change=nan_in_one_teacher_column),
     *jsd("pending tensors", BETWEEN, pending=True, **PER_TOKEN, **KNOWN),
     *jsd("no tokens", BETWEEN, shape=(0, 3)),
     *jsd("no tokens, sequence parallel", 0, BETWEEN, shape=(0, 3), **SP),

@@ -62,18 +62,45 @@ class CapturedSupportOptions(CapturedOptions, total=False):  # of support_logpro
     ignore_index: int
 
 
-class CapturedJsdOptions(TypedDict, total=False):  # of linear_jsd
-    labels: Tensor | None
+class _DivergenceOptions(TypedDict, total=False):
     beta: float
     temperature: float | Tensor
     student_logits_scale: float
     teacher_logits_scale: float
     student_softcap: float | None
     teacher_softcap: float | None
-    token_weights: Tensor | None
     teacher_temperature: float | Tensor | None
     ignore_index: int
     vocab_size: int | None
     skip_ignored: bool | int
     workspace_bytes: int
     backend: BackendName
+
+
+class CapturedJsdOptions(_DivergenceOptions, total=False):  # of linear_jsd, but return_student
+    labels: Tensor | None
+
+
+class CapturedDivergenceLossOptions(_DivergenceOptions, total=False):
+    """Keywords of a captured head's `linear_divergence_loss`."""
+
+    return_student: bool
+
+
+class CapturedDivergenceOptions(CapturedDivergenceLossOptions, total=False):  # of linear_divergence
+    labels: Tensor | None
+
+
+class DivergenceLossOptions(CapturedDivergenceLossOptions, total=False):
+    """Keywords of `linear_divergence_loss`."""
+
+    tp_group: ProcessGroup | None
+    sequence_parallel: bool
+    vocab_start: int | None
+    weight_grad_sink: WeightGradSink | None
+
+
+class DivergenceOptions(DivergenceLossOptions, total=False):
+    """Keywords of `linear_divergence` and `linear_jsd`."""
+
+    labels: Tensor | None

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_lce.api.keywords import TokenLossOptions
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, shaped
+from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_captured, waited
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import Promise
@@ -93,14 +94,10 @@ def linear_token_loss(
             raise TypeError(f"{name} has no keyword logits_cache_bytes: it keeps logits within workspace_bytes")
         check_keywords(name, options, TokenLossOptions)
         shape = checks.head()
-        wanted = "be a function of the outputs and of per_token"
-        validation.require(callable(loss), "loss", wanted, type(loss).__name__, TypeError)
-        for i, tensor in enumerate(per_token):
-            validation.check_per_token(f"per_token[{i}]", tensor, shape, hidden.device, further=True)
+        check_loss(loss, per_token, shape, hidden.device)
         checks.rest()
     call = checks.call()
-    flat = [tensor.reshape(call.labels.shape[0], *tensor.shape[len(call.shape) :]) for tensor in per_token]
-    total, results = token_losses(name, call, loss, flat)
+    total, results = token_losses(name, call, loss, flat_per_token(call, per_token))
     with torch.no_grad(), own_arithmetic(hidden.device, name):
         unless_nan = check_tokens_apart(loss, *results.sample())
     # A factor of NaN makes the gradients NaN, too, because backward multiplies the upstream gradient by it.
@@ -133,7 +130,28 @@ def linear_token_losses(
     return shaped(known_losses(name, call, loss, promise), call.shape)
 
 
-def check_tokens_apart(loss: TokenLossFunction, among_all: Tensor, among_some: Tensor, among_others: Tensor) -> Tensor:
+def check_loss(
+    loss: TokenLossFunction, per_token: tuple[Tensor, ...], shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Check a caller's loss, and its tensors per token."""
+    wanted = "be a function of the outputs and of per_token"
+    validation.require(callable(loss), "loss", wanted, type(loss).__name__, TypeError)
+    for i, tensor in enumerate(per_token):
+        validation.check_per_token(f"per_token[{i}]", tensor, shape, device, further=True)
+
+
+def flat_per_token(call: Call, per_token: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return tensors [*shape, ...] as [N, ...]."""
+    return [tensor.reshape(call.labels.shape[0], *tensor.shape[len(call.shape) :]) for tensor in per_token]
+
+
+def check_tokens_apart(
+    loss: TokenLossFunction,
+    among_all: Tensor,
+    among_some: Tensor,
+    among_others: Tensor,
+    instead: str = "linear_cross_entropy",
+) -> Tensor:
     """Return 1, or NaN if losses depend on other tokens.
 
     The host synchronises and raises only until the code of this loss has passed once.
@@ -149,7 +167,7 @@ def check_tokens_apart(loss: TokenLossFunction, among_all: Tensor, among_some: T
             raise ValueError(
                 "loss must treat each token for itself, because blocks are cut arbitrarily, "
                 f"got {all_of_them:.6g} for a token among all, {some:.6g} among some of them, {others:.6g} among "
-                "others: pass per token what depends on others (a mean, a maximum), or use linear_cross_entropy"
+                f"others: pass per token what depends on others (a mean, a maximum), or use {instead}"
             )
         _seen.add(code)
     return among_all.new_ones(()).masked_fill_(~same.all(), torch.nan)

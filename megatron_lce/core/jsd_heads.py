@@ -4,17 +4,47 @@ All logits are in base 2, as in `megatron_lce.core.statistics`.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.statistics import LN_2
 
-Kind = Literal["forward_kl", "reverse_kl", "tv", "jsd"]  # jsd: with 0 < beta < 1
+Kind = Literal["forward_kl", "reverse_kl", "tv", "jsd"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class LinearDivergenceOutput(NamedTuple):
+    """Per-token divergences of the shape of labels, fp32; one that was not requested is `None`.
+
+    Each has its own upstream gradient, which must be equal on every rank, and the same bits on every rank. 0 in ignored
+    rows.
+
+    forward_kl  KL(p_t || p_s) in nats
+    reverse_kl  KL(p_s || p_t) in nats
+    tv          1 - sum of min(p_s, p_t), total variation; its gradient is 0 where p_s = p_t
+    jsd         beta KL(p_t || m) + (1 - beta) KL(p_s || m) in nats; beta = 0: forward_kl; beta = 1: reverse_kl
+    student     with `return_student` a `LinearCrossEntropyOutput` of logprobs, entropy and lse, without gradient
+    """
+
+    forward_kl: Tensor | Any = None  # `Any` as in `LinearCrossEntropyOutput`
+    reverse_kl: Tensor | Any = None
+    tv: Tensor | Any = None
+    jsd: Tensor | Any = None
+    student: LinearCrossEntropyOutput | Any = None
+
+
+def computed_kind(kind: Kind, beta: float) -> Kind:
+    """Return the kind whose formula is used: at the ends a jsd is one of the others."""
+    return kind if kind != "jsd" or 0 < beta < 1 else "forward_kl" if beta == 0 else "reverse_kl"
+
+
+def computed_kinds(kinds: Iterable[Kind], beta: float) -> tuple[Kind, ...]:
+    return tuple(dict.fromkeys(computed_kind(kind, beta) for kind in kinds))
 
 
 class Head(NamedTuple):
@@ -51,7 +81,7 @@ class Heads(NamedTuple):
     student: Head
     teacher: Head
     beta: float
-    kinds: tuple[Kind, ...]  # the divergences, or those with a gradient
+    kinds: tuple[Kind, ...]  # the divergences, or those with a gradient; see `computed_kinds`
     labels: Tensor | None = None  # [N] int32 columns; outside [0, C): not in this shard; None: no student outputs
     terms: Tensor | None = None  # [5, N], packed `GradTerms`; None: no gradient
 
@@ -115,31 +145,29 @@ def merged_softmaxes(parts: Tensor) -> Tensor:
 
 
 def divergences_in_nats(
-    stats: Tensor, rows: Rows, kinds: tuple[Kind, ...], beta: float
-) -> tuple[dict[Kind, Tensor], Tensor]:
-    """Return the divergences of each token, [N] each, in nats but for tv, and to_nats, NaN if one of them is."""
-    values, to_nats = DivergenceStats(*stats), rows.to_nats
-    for kind in kinds:
-        # NaN in to_nats makes the gradient of a row NaN on every rank, even if all logits on a rank are finite.
-        to_nats = torch.where(getattr(values, kind).isfinite() | rows.ignored, to_nats, torch.nan)
+    stats: Tensor, rows: Rows, kinds: Iterable[Kind], beta: float
+) -> tuple[LinearDivergenceOutput, Tensor]:
+    """Return the divergences of each token, and to_nats, NaN if one of them is."""
+    values, to_nats, found = DivergenceStats(*stats), rows.to_nats, {}
     # Of two distributions without a common id. Rounding may exceed it. A clamp preserves NaN.
-    most = {"tv": 1.0}
-    if "jsd" in kinds:
-        most["jsd"] = -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
-    losses = {}
+    most = {"tv": 1.0, "jsd": sum(-w * math.log2(w) for w in (beta, 1 - beta) if w > 0)}
     for kind in kinds:
-        factor = to_nats * (1 / LN_2) if kind == "tv" else to_nats
-        loss = getattr(values, kind).clamp(0.0, most.get(kind, math.inf)) * factor
-        losses[kind] = torch.where(rows.ignored, 0.0, loss)
-    return losses, to_nats
+        computed = computed_kind(kind, beta)
+        value = getattr(values, computed)
+        # NaN in to_nats makes the gradient of a row NaN on every rank, even if all logits on a rank are finite.
+        to_nats = torch.where(value.isfinite() | rows.ignored, to_nats, torch.nan)
+        found[kind] = value.clamp(0.0, most.get(computed, math.inf))
+    for kind, value in found.items():
+        found[kind] = torch.where(rows.ignored, 0.0, value * (to_nats * (1 / LN_2) if kind == "tv" else to_nats))
+    return LinearDivergenceOutput(**found), to_nats
 
 
-def student_outputs(stats: Tensor, rows: Rows) -> Tensor:
-    """Return the student's logprobs, entropy and lse in nats, [3, N]: 0 in ignored rows, NaN in broken ones."""
+def student_outputs(stats: Tensor, rows: Rows) -> LinearCrossEntropyOutput:
+    """Return the student's logprobs, entropy and lse in nats, [N] each: 0 in ignored rows, NaN in broken ones."""
     max_logit, total, *_, expected, label_logit, label_owned = stats
     log_sum, to_nats = total.log2(), torch.where(label_owned == 0, torch.nan, rows.to_nats)
     outputs = torch.stack([label_logit - log_sum, log_sum - expected, max_logit + log_sum])
-    return torch.where(rows.ignored, 0.0, outputs * to_nats)
+    return LinearCrossEntropyOutput(*torch.where(rows.ignored, 0.0, outputs * to_nats))
 
 
 def gradient_terms(
@@ -157,7 +185,8 @@ def gradient_terms(
     values, terms = DivergenceStats(*stats), torch.zeros_like(stats[: len(GradTerms._fields)])
     rows = GradTerms(*terms)
     for kind, gradient in upstream.items():
-        torch.mul(gradient * of_logits, factors[kind], out=getattr(rows, kind))
+        computed = computed_kind(kind, beta)
+        getattr(rows, computed).add_(gradient * of_logits, alpha=factors[computed])
     for term, mean in ((rows.reverse_kl, values.reverse_kl), (rows.tv, -values.tv_sign), (rows.jsd, values.student_kl)):
         rows.p_term.addcmul_(term, mean)
     return terms.masked_fill_(to_nats == 0, 0.0)

@@ -9,12 +9,13 @@ If no block of exponentials fits in the workspace, all tokens are one block, who
 the loss runs twice more on a sample, which the caller compares. `known_loss` scales the gradients in backward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from megatron_lce.core.call import Call
 from megatron_lce.core.call_plan import plan_token_loss
@@ -31,7 +32,7 @@ from megatron_lce.core.known_loss import (
 )
 from megatron_lce.core.logit_gradients import grad_logits_inputs
 from megatron_lce.core.logits_cache import new_cache
-from megatron_lce.core.options import DIFFERENTIABLE, WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
+from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.tokens import tokens_in_blocks
 
@@ -46,7 +47,7 @@ class TokenLossResults(NamedTuple):
 
     total: Tensor  # [] fp32
     gradients: HeadGradients | None  # of the sum
-    outputs: LinearCrossEntropyOutput  # [N, ...] each
+    outputs: Any  # `LinearCrossEntropyOutput` or `LinearDivergenceOutput`, [N, ...] each
     metrics: Metrics  # [N, ...] each
     sample: Callable[[], tuple[Tensor, Tensor, Tensor]]  # losses of some tokens among all, and twice among others
 
@@ -78,7 +79,9 @@ def summed_token_loss(
     all_rows = computed.select_rows(all_rows)
     labels = computed.select(call.labels)
     ids = None if call.candidates is None else computed.select(call.candidates)
-    losses = _Losses(loss, [computed.select(tensor) for tensor in per_token], call, with_gradient)
+    selected = [computed.select(tensor) for tensor in per_token]
+    no_outputs = partial(new_outputs, 0, options, call.hidden, call.candidates)
+    losses = Losses(loss, selected, no_outputs, all_rows.scale.device, with_gradient)
     head_grads = unscaled_gradients(tokens, call, plan) if with_gradient else None
     for block in tokens.blocks():
         # `block.rows` are of all computed rows; what is selected here is this block's, whose rows start at 0.
@@ -118,26 +121,35 @@ def known_losses(
     return LossesOfSum.apply(total, loss(results.outputs), takes_part, promise), results.outputs
 
 
-class _Losses:
-    """The caller's loss, block by block."""
+class Losses:
+    """The caller's loss of some tokens after others."""
 
-    def __init__(self, loss: TokenLossFunction, per_token: Sequence[Tensor], call: Call, with_gradient: bool) -> None:
-        self._loss, self._per_token, self._call, self._with_gradient = loss, per_token, call, with_gradient
-        self.total = torch.zeros((), dtype=torch.float32, device=call.hidden.device)
+    def __init__(
+        self,
+        loss: TokenLossFunction,
+        per_token: Sequence[Tensor],
+        no_outputs: Callable[[], Any],  # of no tokens
+        device: torch.device,
+        with_gradient: bool,
+        names: tuple[str, ...] = WITH_GRADIENT,  # outputs that have a gradient
+    ) -> None:
+        self._loss, self._per_token, self._no_outputs, self._names = loss, per_token, no_outputs, names
+        self._with_gradient = with_gradient
+        self.total = torch.zeros((), dtype=torch.float32, device=device)
         self._losses: list[Tensor] = []
         self._ignored: list[Tensor] = []
-        self._outputs: list[LinearCrossEntropyOutput] = []
+        self._outputs: list[Any] = []
         self._metrics: list[Metrics] = []
 
-    def add(self, outputs: LinearCrossEntropyOutput, ignored: Tensor, rows: slice) -> dict[str, Tensor | None]:
-        """Call the caller's loss for a block; return the gradients of its sum with respect to outputs."""
-        given = {name: getattr(outputs, name) for name in WITH_GRADIENT}
+    def add(self, outputs: Any, ignored: Tensor, rows: slice) -> dict[str, Tensor | None]:
+        """Call the caller's loss for some tokens; return the gradients of its sum with respect to outputs."""
+        given = {name: getattr(outputs, name) for name in self._names}
         leaves = {name: o.detach().requires_grad_(self._with_gradient) for name, o in given.items() if o is not None}
         # The hooks of a checkpoint around the call would recompute the whole call for each block.
         no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
         with torch.set_grad_enabled(self._with_gradient), no_hooks:
             result = self._loss(outputs._replace(**leaves), *(tensor[rows] for tensor in self._per_token))
-            losses, metrics = checked_losses(result, outputs.logprobs.shape[0])
+            losses, metrics = checked_losses(result, ignored.shape[0])
             total = torch.where(ignored, 0.0, losses).sum()
         if self._metrics and metrics.keys() != self._metrics[0].keys():
             names_of_both = f"{sorted(self._metrics[0])} and {sorted(metrics)}"
@@ -151,15 +163,16 @@ class _Losses:
         )
         if not self._with_gradient or not ignored.shape[0]:
             return {}
-        check_graph(total, list(leaves.values()))
+        check_graph(total, leaves)
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-        return dict.fromkeys(WITH_GRADIENT) | dict(zip(leaves, found, strict=True))
+        return dict.fromkeys(self._names) | dict(zip(leaves, found, strict=True))
 
     def sample(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the losses of some tokens: as computed, and as the loss gives them beside other tokens, twice.
 
-        The others are tokens of the lower half of the logprobs, then of the upper half. The tokens themselves are
-        neither the lowest nor the highest. So no mean, maximum or minimum over the tokens is the same in both calls.
+        The others are tokens of the lower half of the first output, logprobs or a divergence, then of the upper half.
+        The tokens themselves are neither the lowest nor the highest. So no mean, maximum or minimum over the tokens is
+        the same in both calls.
         """
         losses, outputs = torch.cat(self._losses), self._joined_outputs()
         num_tokens = losses.shape[0]
@@ -168,8 +181,9 @@ class _Losses:
         number = min((num_tokens + 1) // 2, _SAMPLE)
         more = number + (2 * number == num_tokens)  # a loss may also depend on the number of tokens
         # Ignored and NaN tokens come last, and take part only if there is no other.
-        usable = ~(torch.cat(self._ignored) | outputs.logprobs.isnan())
-        order, count = outputs.logprobs.where(usable, torch.inf).argsort(), usable.sum()
+        first = getattr(outputs, self._names[0])
+        usable = ~(torch.cat(self._ignored) | first.isnan())
+        order, count = first.where(usable, torch.inf).argsort(), usable.sum()
         step = torch.arange(more, dtype=torch.int64, device=losses.device)
         lower = step * ((count + 1) // 2) // more
         ranks = 1 + step[:number] * (count - 2) // number, lower, count - 1 - lower
@@ -182,16 +196,13 @@ class _Losses:
 
         return losses.index_select(0, chosen), among(others[0]), among(others[1])
 
-    def _joined_outputs(self) -> LinearCrossEntropyOutput:
-        parts = (None if part[0] is None else torch.cat(part) for part in zip(*self._outputs, strict=True))
-        return LinearCrossEntropyOutput(*parts)  # type: ignore[arg-type]
+    def _joined_outputs(self) -> Any:
+        return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *self._outputs)
 
-    def of_every_token(self, computed: ComputedRows) -> tuple[LinearCrossEntropyOutput, Metrics]:
-        """Return the outputs and metrics of all blocks: 0 in skipped rows."""
+    def of_every_token(self, computed: ComputedRows) -> tuple[Any, Metrics]:
+        """Return the outputs and metrics of all tokens: 0 in skipped rows."""
         if not self._outputs:  # a call of the loss with no tokens gives the names of its metrics
-            device = self._call.hidden.device
-            no_outputs = new_outputs(0, self._call.options, self._call.hidden, self._call.candidates)
-            self.add(no_outputs, torch.empty(0, dtype=torch.bool, device=device), slice(0, 0))
+            self.add(self._no_outputs(), torch.empty(0, dtype=torch.bool, device=self.total.device), slice(0, 0))
         outputs, names = computed.spread_outputs(self._joined_outputs()), self._metrics[0]
         return outputs, {name: computed.spread(torch.cat([part[name] for part in self._metrics])) for name in names}
 
@@ -219,14 +230,12 @@ def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:
     return losses, metrics
 
 
-def check_graph(total: Tensor, outputs: Sequence[Tensor]) -> None:
+def check_graph(total: Tensor, outputs: Mapping[str, Tensor]) -> None:
     """Check that the loss depends on outputs only: the gradients of other leaves would be lost."""
     if not total.requires_grad:
-        raise ValueError(
-            f"loss must return losses that depend on the outputs' {', '.join(DIFFERENTIABLE[:-1])} or "
-            f"{DIFFERENTIABLE[-1]}, got one without a graph"
-        )
-    known = {id(output) for output in outputs}
+        names = ", ".join(outputs)
+        raise ValueError(f"loss must return losses that depend on one of the outputs {names}, got one without a graph")
+    known = {id(output) for output in outputs.values()}
     nodes, seen = [total.grad_fn], set()
     while nodes:
         node = nodes.pop()

@@ -1,29 +1,19 @@
-"""`capture_lm_head`: a Megatron model's hidden states and head weight, and the fused operations on them."""
+"""`capture_lm_head`: a forward pass that records the head's inputs instead of computing logits."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from megatron_lce.api import keywords as kw
-from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
-from megatron_lce.api.linear_jsd import linear_jsd
-from megatron_lce.api.linear_logits_at import linear_logits_at
-from megatron_lce.api.linear_token_loss import TokenLoss, TokenLossFunction, linear_token_loss
-from megatron_lce.api.linear_topk import TopK, linear_topk
-from megatron_lce.api.support_logprobs import support_logprobs
-from megatron_lce.backends.choice import describe_backend
 from megatron_lce.checks import validation
-from megatron_lce.checks.validation import check_same
 from megatron_lce.core.eager import eager
-from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
-from megatron_lce.megatron.head_call import HeadCall, batch_first, csr_sequence_first
+from megatron_lce.megatron.captured_head import CapturedHead
+from megatron_lce.megatron.head_call import HeadCall
 from megatron_lce.megatron.logits import NoLogits, UncomputedLogits
 from megatron_lce.megatron.loss import FusedLoss
 from megatron_lce.megatron.mtp import discard_metrics, restore_metrics, sequence_ends
@@ -34,177 +24,6 @@ if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
 _capturable: WeakSet[nn.Module] = WeakSet()  # heads that all ranks of their group have agreed on
-
-
-class CapturedHead:
-    """Inputs of the LM head in the last forward pass, and the fused operations on them.
-
-    An operation is the function of the same name in `megatron_lce`, on the captured hidden states and weight. Tensors
-    per token, such as labels, are [b, s], as Megatron passes them and under sequence parallel the full sequence; so are
-    results. The head fixes tp_group, sequence_parallel, vocab_start, reduce_grad_hidden and weight_grad_sink, and
-    scales of logits multiply the model's own (MuP). If the forward pass kept no graph (under no_grad, inside a
-    reentrant checkpoint), results have none. Errors are those of the function, and RuntimeError if nothing was
-    captured, or if hidden or weight was changed in place since, as by an optimizer's step.
-
-    Nothing is copied: `hidden` is the tensor that the output layer was called with. To attach the capture to a tensor,
-    take another one, such as `hidden.view_as(hidden)`: a cycle would keep both until the garbage collector runs.
-
-    Attributes, None on a pipeline stage without a head, and before the forward pass:
-        hidden: [s, b, H]; under sequence parallel this rank's [s/tp, b, H].
-        weight: [V/tp, H], this rank's rows of the vocabulary; the embedding's weight if tied.
-
-    With `mtp="capture"`, `mtp_heads` holds a captured head for each depth of multi-token prediction. Row t of
-    `mtp_heads[d]` predicts the token that row t + d + 1 of the main head predicts, and takes that row's label: labels
-    are the main head's, other tensors per token and results its own. Rows without such a row in their sequence are
-    ignored.
-
-        loss = head.mtp_heads[0].linear_jsd(head, labels=labels, beta=0)  # row t with row t + 1 of the main head
-    """
-
-    hidden: Tensor | None = None
-    weight: Tensor | None = None
-    tp_group: ProcessGroup | None = None
-    sequence_parallel = False
-    mtp_heads: tuple[CapturedHead, ...] = ()
-
-    def __init__(self, why_nothing: str = "no forward pass has reached the head"):
-        self._why_nothing = why_nothing
-        self._call: HeadCall | None = None
-
-    def __repr__(self) -> str:
-        if self._call is None:
-            return f"CapturedHead(nothing captured: {self._why_nothing})"
-        hidden, weight = self._call.hidden, self._call.weight
-        parts = [f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, {hidden.dtype} on {hidden.device}"]
-        parts += [f"tensor-parallel size {self._call.head.tp_group.size()}"]
-        parts += ["sequence parallel"] * self.sequence_parallel + ["no graph"] * (not self._call.with_gradient)
-        return f"CapturedHead({', '.join(parts)}, backend: {describe_backend('auto', hidden.device)})"
-
-    def _record(self, call: HeadCall) -> None:
-        self._call, self.hidden, self.weight = call, call.hidden, call.weight
-        self.tp_group, self.sequence_parallel = call.head.tp_group, call.sequence_parallel
-
-    def chain_mask(self, labels: Tensor | None = None, ignore_index: int = IGNORE_INDEX) -> Tensor:
-        """Return which tokens have a whole chain, bool [b, s]: a row of the main head for each of the `mtp_heads`.
-
-        With the main head's labels, none of the rows may be ignored, its own at the token included.
-        """
-        call = self._captured_call()
-        if labels is None:
-            labels = call.hidden.new_full(call.tokens, int(ignore_index == 0), dtype=torch.int64)
-        validation.check_label_tensor(labels)
-        validation.check_same("labels", "be [b, s]", call.tokens, tuple(labels.shape))
-        given = {"ignore_index": ignore_index}
-        rows = [call.labels_of_rows(labels, given, depth) for depth in range(len(self.mtp_heads) + 1)]
-        return (torch.stack(rows) != ignore_index).all(dim=0)
-
-    def linear_cross_entropy(
-        self, labels: Tensor, temperature: float | Tensor = 1.0, **options: Unpack[kw.CapturedCrossEntropyOptions]
-    ) -> LinearCrossEntropyOutput:
-        """Return `megatron_lce.linear_cross_entropy` of the captured head.
-
-        Only `ignore_index` is ignored, not every negative label as with `enable_fused_linear_ce`. Padded columns of the
-        vocabulary take part, as in Megatron, unless `vocab_size` is given.
-        """
-        with self._captured() as call:
-            return call.run(linear_cross_entropy, labels, temperature=temperature, **options)
-
-    def linear_token_loss(
-        self,
-        labels: Tensor,
-        loss: TokenLossFunction,
-        *per_token: Tensor,
-        **options: Unpack[kw.CapturedTokenLossOptions],
-    ) -> TokenLoss:
-        """Return `megatron_lce.linear_token_loss` of the captured head; `per_token`: tensors [b, s, ...]."""
-        with self._captured() as call:
-            with call.together("linear_token_loss", {"labels": labels, **options}):
-                parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
-                given, labels = call.keywords(options), call.labels(labels, options)
-            return batch_first(linear_token_loss(call.hidden, call.weight, labels, loss, *parts, **given))
-
-    @overload
-    def linear_jsd(
-        self, teacher_head: CapturedHead, *, return_student: Literal[True], **options: Unpack[kw.CapturedJsdOptions]
-    ) -> tuple[Tensor, LinearCrossEntropyOutput]: ...
-    @overload
-    def linear_jsd(
-        self,
-        teacher_head: CapturedHead,
-        *,
-        return_student: Literal[False] = False,
-        **options: Unpack[kw.CapturedJsdOptions],
-    ) -> Tensor: ...
-    def linear_jsd(
-        self, teacher_head: CapturedHead, *, return_student: bool = False, **options: Unpack[kw.CapturedJsdOptions]
-    ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
-        """Return `megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
-
-            divergence = head.linear_jsd(teacher_head, labels=labels, beta=0.5, temperature=1.0, token_weights=None)
-
-        Args:
-            teacher_head: the capture of the teacher's forward pass over the same tokens, its vocabulary sharded over
-                the same ranks. It gets no gradient: run its forward pass under no_grad.
-        """
-        with self._captured() as student:
-            with student.together("linear_jsd", {**options, "return_student": return_student}):
-                if not isinstance(teacher_head, CapturedHead):
-                    raise TypeError(f"teacher_head must be a captured head, got {type(teacher_head).__name__}")
-                teacher = teacher_head._captured_call(" of the teacher")
-                for words, mine, its in (
-                    ("sequence_parallel", student.sequence_parallel, teacher.sequence_parallel),
-                    ("tokens [b, s]", student.tokens, teacher.tokens),
-                    ("ranks in tp_group", student.ranks, teacher.ranks),
-                ):
-                    check_same("teacher_head", f"have the student's {words}", mine, its)
-                teacher.check_unchanged()
-                forms = student.form("student", options) | teacher.form("teacher", options)
-                options, shift = student.compared_with(teacher, options)
-                given = student.call_keywords({**options, **forms, "return_student": return_student})
-            teacher_hidden = teacher.later_rows(shift)
-            return batch_first(linear_jsd(student.hidden, student.weight, teacher_hidden, teacher.weight, **given))
-
-    def linear_logits_at(
-        self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[kw.CapturedOptions]
-    ) -> Tensor:
-        """Return `megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over b * s tokens."""
-        with self._captured() as call:
-            with call.together("linear_logits_at", options):
-                given, places = call.keywords(options), None
-                if offsets is None:
-                    ids = call.sequence_first("ids", ids)
-                else:
-                    ids, offsets, places = csr_sequence_first(ids, offsets, call.tokens)
-            logits = linear_logits_at(call.hidden, call.weight, ids, offsets, **given)
-            return batch_first(logits) if places is None else torch.empty_like(logits).index_copy(0, places, logits)
-
-    def support_logprobs(
-        self, labels: Tensor, ids: Tensor, offsets: Tensor, **options: Unpack[kw.CapturedSupportOptions]
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return `megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
-        with self._captured() as call:
-            ids, offsets, _ = csr_sequence_first(ids, offsets, call.tokens)
-            return call.run(support_logprobs, labels, ids, offsets, **options)
-
-    def linear_topk(self, k: int, **options: Unpack[kw.CapturedOptions]) -> TopK:
-        """Return `megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""
-        with self._captured() as call:
-            with call.together("linear_topk", options):
-                given = call.keywords(options)
-            del given["weight_grad_sink"]
-            return batch_first(linear_topk(call.hidden, call.weight, k, **given))
-
-    @contextlib.contextmanager
-    def _captured(self) -> Iterator[HeadCall]:
-        """Yield the call; without gradients if the pass kept no graph, because the head alone would train."""
-        call = self._captured_call()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and call.with_gradient):
-            yield call
-
-    def _captured_call(self, whose: str = "") -> HeadCall:
-        if self._call is None:
-            raise RuntimeError(f"nothing was captured{whose}: {self._why_nothing}")
-        return self._call
 
 
 class CapturingHead(ReplacedHead):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from megatron_lce.checks import validation
 from megatron_lce.checks.together import prepared_together
-from megatron_lce.checks.validation import check_number, kind_of, require
+from megatron_lce.checks.validation import check_number, kind_of
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.gtp import is_gtp_sharded, with_whole_weight
 from megatron_lce.megatron.heads import own_softcap
@@ -23,7 +24,19 @@ if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
 T = TypeVar("T")
-_PER_TOKEN = {"labels": 2, "temperature": 2, "token_weights": 2, "teacher_temperature": 2, "candidates": 3, "ids": 3}
+_PER_TOKEN = {"labels": 2, "temperature": 2, "teacher_temperature": 2, "candidates": 3, "ids": 3}
+
+
+class StoredHead(NamedTuple):
+    """A teacher of whose forward pass only the hidden states were stored, as `linear_divergence` takes it.
+
+        teacher_head = megatron_lce.StoredHead(hidden, megatron_lce.load_head_shard(...))
+
+    Its scale and softcap are keywords: `teacher_logits_scale`, `teacher_softcap`.
+    """
+
+    hidden: Tensor  # [b, s, H], of the whole sequence; behind the teacher's last norm
+    weight: Tensor  # [V/tp, H], this rank's rows of the vocabulary
 
 
 class HeadCall:
@@ -80,31 +93,49 @@ class HeadCall:
         """Return the main head's labels [b, s] as those of this head's rows, [s, b]."""
         return self.sequence_first("labels", self.labels_of_rows(labels, keywords, self.depth))
 
-    def labels_of_rows(self, labels: Tensor, keywords: Mapping[str, Any], shift: int) -> Tensor:
+    def labels_of_rows(self, labels: Any, keywords: Mapping[str, Any], shift: int) -> Any:
         """Return the labels [b, s] of the tokens that the rows predict, given those of rows `shift` further on."""
         sound = isinstance(labels, Tensor) and tuple(labels.shape) == self.tokens  # others are refused later
         if shift == 0 or not sound:
             return labels
         return later_labels(labels, self.ends, shift, keywords.get("ignore_index", IGNORE_INDEX))
 
-    def compared_with(self, teacher: HeadCall, options: Any) -> tuple[Any, int]:
-        """Return options whose labels are those of this head's tokens, and how much further on a teacher's rows are.
+    def compared_with(self, teacher: HeadCall | StoredHead, options: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """Return the keywords of a divergence from a teacher, and how much further on its rows are.
 
         Rows without such a row of the teacher are ignored.
         """
-        shift, labels = self.depth - teacher.depth, options.get("labels")
-        require(shift >= 0, "teacher_head", f"predict no later token than depth {self.depth}", f"depth {teacher.depth}")
-        if self.depth == 0:
-            return options, 0
-        further = self.depth
-        if labels is None:
+        if isinstance(teacher, StoredHead):
+            validation.check_tensor("teacher_head.hidden", teacher.hidden)
+            wanted = "have the student's tokens [b, s]"
+            validation.check_same("teacher_head.hidden", wanted, self.tokens, tuple(teacher.hidden.shape[:2]))
+            forms, depth = self.form("student", options), 0
+        else:
+            for words, mine, its in (
+                ("sequence_parallel", self.sequence_parallel, teacher.sequence_parallel),
+                ("tokens [b, s]", self.tokens, teacher.tokens),
+                ("ranks in tp_group", self.ranks, teacher.ranks),
+            ):
+                validation.check_same("teacher_head", f"have the student's {words}", mine, its)
+            teacher.check_unchanged()
+            forms, depth = self.form("student", options) | teacher.form("teacher", options), teacher.depth
+        shift, labels, further = self.depth - depth, options.get("labels"), self.depth
+        wanted = f"predict no later token than depth {self.depth}"
+        validation.require(shift >= 0, "teacher_head", wanted, f"depth {depth}")
+        if labels is None and shift > 0:
             ignores_none, further = int(options.get("ignore_index", IGNORE_INDEX) == 0), shift
             labels = self.hidden.new_full(self.tokens, ignores_none, dtype=torch.int64)
-        return {**options, "labels": self.labels_of_rows(labels, options, further)}, shift
+        labels = self.labels_of_rows(labels, options, further)
+        return self.call_keywords({**options, **forms, "labels": labels}), shift
 
-    def later_rows(self, shift: int) -> Tensor:
-        """Return the hidden states of the rows `shift` further on."""
-        return later_rows(self.hidden.detach(), shift, self.head.tp_group if self.sequence_parallel else None)
+    def later_rows(self, teacher: HeadCall | StoredHead, shift: int) -> Tensor:
+        """Return the teacher's hidden states of the rows `shift` further on, [s, b, H] or this rank's [s/tp, b, H]."""
+        hidden, group = teacher.hidden.detach(), self.head.tp_group if self.sequence_parallel else None
+        if isinstance(teacher, StoredHead):
+            hidden = swap(hidden)
+            if group is not None:
+                hidden = hidden.chunk(group.size())[group.rank()]
+        return later_rows(hidden, shift, group)
 
     def keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the caller's keywords combined with the head's scale and softcap, for an operation on one head."""

@@ -42,15 +42,16 @@ def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta, tensors,
     exact = jsd_of_products(model(*tensors).double(), teacher(*tensors).detach().double(), **keywords, **scales)
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-6)
     upstream = torch.cos(torch.arange(labels.numel(), device=device)).view_as(labels)
-    keywords |= {"token_weights": upstream, "teacher_logits_scale": 0.5, "backend": "torch"}
-    weighted = captured(model, tensors, 0.25).linear_jsd(teacher_head, **keywords)
+    keywords |= {"teacher_logits_scale": 0.5, "backend": "torch"}
+    of_loss = teacher_head, keywords.pop("labels"), lambda out, weights: weights * out.jsd, upstream
+    weighted = captured(model, tensors, 0.25).linear_divergence_loss(*of_loss, kinds=("jsd",), **keywords).loss
     expected = megatron_world.gradients(model, (exact * upstream).sum())
     for total in ((loss * upstream).sum(), weighted):
         megatron_world.assert_gradients(model, total, expected)
     assert all(parameter.grad is None for parameter in teacher.parameters())
     student_head = captured(model, tensors, 0.25)
     out = student_head.linear_cross_entropy(labels, temperature=temperature, softcap=2.0, backend="torch")
-    _, student = student_head.linear_jsd(teacher_head, **keywords, return_student=True)
+    _, student = student_head.linear_jsd(teacher_head, labels=labels, **keywords, return_student=True)
     torch.testing.assert_close(student.logprobs, out.logprobs)
     torch.testing.assert_close(student.entropy, out.entropy)
 
@@ -222,7 +223,7 @@ def test_errors(model, device, tensors, labels):
     assert_refused(TypeError, "vocab_start must not be given", jsd, head, vocab_start=0)
     not_float = "teacher_logits_scale must be a float, got NoneType"
     assert_refused(TypeError, not_float, jsd, head, teacher_logits_scale=None)
-    assert_refused(TypeError, "teacher_head must be a captured head, got Tensor", jsd, labels)
+    assert_refused(TypeError, "teacher_head must be a captured head or a StoredHead, got Tensor", jsd, labels)
     other_tokens = r"teacher_head must have the student's tokens .*, \(3, 23\), got \(3, 4\)"
     assert_refused(ValueError, other_tokens, jsd, shorter)
     shape = r"must be \[b, s\], \(3, 23\) for this hidden, got "

@@ -110,8 +110,8 @@ OTHER_USES = {
     "token loss": token_loss,
     "some ids": some_ids,
     "jsd": lambda head, teacher, labels: head.linear_jsd(teacher, labels=labels, backend="torch").sum(),
-    "weighted jsd": lambda head, teacher, labels: head.linear_jsd(
-        teacher, labels=labels, token_weights=torch.ones_like(labels).float(), backend="torch"
+    "loss of divergences": lambda head, teacher, labels: (
+        head.linear_divergence_loss(teacher, labels, lambda out: out.tv, kinds=("tv",), backend="torch").loss
     ),
     "jsd of the tensors": jsd_of_the_tensors,
     "plain logits": plain_logits,

@@ -1,19 +1,19 @@
-"""The passes of `linear_jsd`.
+"""The passes of divergences of two heads.
 
 Forward, for blocks of tokens with all columns:
 
 1. Two products write the logits of both heads to memory.
 2. The backend reads them for both softmaxes, which the ranks merge.
-3. It reads them for the divergence, whose parts the ranks add up.
-4. With token weights the upstream gradient is known. The backend reads the logits for the student's gradient, and two
-   products add it to the gradients of hidden and weight, which `known_loss` scales in backward. A block's hidden
-   gradient is reduced over the group while the second one runs; forward waits for it. If no block's gradients fit in
-   the workspace, all tokens are one block, whose products are recomputed for this step.
+3. It reads them for the divergences, whose parts the ranks add up.
+4. With a caller's loss, autograd gives the upstream gradients of its sum. The backend reads the logits for the
+   student's gradient, and two products add it to the gradients of hidden and weight, which `known_loss` scales in
+   backward. A block's hidden gradient is reduced over the group while the second one runs; forward waits for it. If no
+   block's gradients fit in the workspace, all tokens are one block, whose products are recomputed for this step.
 
-Backward of a per-token loss recomputes the products for a range of columns, and continues with step 4.
+Backward of divergences per token recomputes the products for a range of columns, and continues with step 4.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,59 +34,76 @@ from megatron_lce.core.jsd_heads import (
     Head,
     Heads,
     Kind,
+    LinearDivergenceOutput,
+    computed_kinds,
     divergences_in_nats,
     gradient_terms,
     merged_softmaxes,
     student_outputs,
 )
-from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients, with_gradients
+from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
 from megatron_lce.core.plan import COLUMN_STEP, cut, cut_columns, size_of_two_heads, slab_row_stride
 from megatron_lce.core.products import copies_to_fp32, own_arithmetic, product, with_zeros_behind
 from megatron_lce.core.rows import Rows
+from megatron_lce.core.token_loss import Losses, TokenLossFunction, TokenLossResults
 from megatron_lce.core.tokens import tokens_in_blocks
+
+
+class TwoHeads(NamedTuple):
+    """What a call compares, beside the student's tensors and options in `Call`."""
+
+    student: Head  # hidden [N, H], under sequence parallel [N / tp, H]
+    teacher: Head
+    kinds: tuple[Kind, ...]
+    beta: float
+    teacher_temperature: Tensor | float | None  # [N] if a tensor; None: the student's
+    return_student: bool
 
 
 class Divergences(NamedTuple):
     """Results of forward."""
 
-    heads: Heads
-    losses: Tensor  # [N] fp32 in nats; 0 in skipped rows
-    loss_sum: Tensor | None  # [] fp32, of weighted losses
-    head_grads: HeadGradients | None  # of this sum
-    student_outputs: list[Tensor]  # logprobs, entropy and lse, [N] each; empty: not requested
+    outputs: LinearDivergenceOutput  # [N] each; 0 in skipped rows
+    summed: TokenLossResults | None  # of a caller's loss
     per_row: tuple[Tensor | None, ...]  # of the computed rows, for backward: index, both scales, to_nats, statistics
 
 
 @torch.no_grad()
-def jsd_forward(
-    call: Call,  # the student's
-    heads: Heads,  # hidden [N, H], under sequence parallel [N / tp, H]
-    teacher_temperature: Tensor | float | None,  # [N] if a tensor; None: the student's
-    return_student: bool,
-    token_weights: Tensor | None,  # [N]; rows of weight 0 are ignored; None: no sum
-    with_gradient: bool,  # of the sum
+def divergence_forward(
+    call: Call,
+    heads: TwoHeads,
+    loss: TokenLossFunction | None = None,
+    per_token: Sequence[Tensor] = (),  # [N, ...] each
+    with_gradient: bool = False,  # of the sum of the losses
 ) -> Divergences:
-    """Run all of forward, block by block: statistics, losses and, with `token_weights`, their sum and its gradients.
+    """Run all of forward, block by block: statistics and, with a caller's loss, its sum and the gradients.
 
-    `_LinearJsd.forward` only saves the results.
+    `_LinearDivergence.forward` only saves the results.
     """
-    options, prepare, labels, (kind,) = call.options, call.backend.prepare_rows, call.labels, heads.kinds
-    if token_weights is not None:
-        labels = labels.masked_fill(token_weights == 0, options.ignore_index)
-    all_rows = prepare(labels, call.temperature, options, call.shard)
+    options, prepare = call.options, call.backend.prepare_rows
+    all_rows = prepare(call.labels, call.temperature, options, call.shard)
     teacher_scale = all_rows.scale
-    if teacher_temperature is not None:
-        teacher_scale = prepare(labels, teacher_temperature, options, call.shard).scale
-    # A number given as `skip_ignored` is the number of labels, whatever the weights.
-    computed = ComputedRows.of(labels if options.skip_ignored is True else call.labels, options)
-    plan = _plan(heads, call, computed.count, call.weight.requires_grad, known=with_gradient)
+    if heads.teacher_temperature is not None:
+        teacher_scale = prepare(call.labels, heads.teacher_temperature, options, call.shard).scale
+    computed = ComputedRows.of(call.labels, options)
+    plan = _plan(heads.student, heads.teacher, call, computed.count, call.weight.requires_grad, known=with_gradient)
     tokens, teacher_tokens = (
         tokens_in_blocks(head.hidden, computed, plan.block_tokens, options, unscaled_dtype(call)) for head in heads[:2]
     )
     computed = tokens.computed  # now in the order of the blocks
     all_rows, teacher_scale = computed.select_rows(all_rows), computed.select(teacher_scale)
-    weights = None if token_weights is None else computed.select(token_weights).float()
-    all_stats = teacher_scale.new_zeros(DIVERGENCE_ROWS + LABEL_ROWS * return_student, computed.count)
+    all_stats = teacher_scale.new_zeros(DIVERGENCE_ROWS + LABEL_ROWS * heads.return_student, computed.count)
+    losses = None
+    if loss is not None:
+        selected, no_rows = [computed.select(x) for x in per_token], slice(0, 0)
+        losses = Losses(
+            loss,
+            selected,
+            lambda: _outputs(heads, all_stats[:, no_rows], all_rows.select(no_rows))[0],
+            all_stats.device,
+            with_gradient,
+            heads.kinds,
+        )
     head_grads, grad_buffer = unscaled_gradients(tokens, call, plan) if with_gradient else None, None
     if plan.cached_columns > 0:
         shape = min(plan.block_tokens, computed.count), slab_row_stride(plan.cached_columns)
@@ -99,71 +116,97 @@ def jsd_forward(
             heads.student.of_rows(block.hidden.wait(), rows.scale),
             heads.teacher.of_rows(teacher_block.hidden.wait(), teacher_scale[block.rows]),
             heads.beta,
-            heads.kinds,
-            rows.labels if return_student else None,
+            computed_kinds(heads.kinds, heads.beta),
+            rows.labels if heads.return_student else None,
         )
         grad_logits = TwoHeadGradLogits(call, block_heads, stats)
         if grad_buffer is not None:
             grad_logits.cached = CachedGradLogits(grad_buffer[: block.num_tokens])
-        if weights is not None and head_grads is not None:
-            find_terms = partial(_terms, {kind: weights[block.rows]}, rows, heads)
+        if losses is not None:
+            find_terms = partial(_terms_of_losses, losses, heads, rows, block.rows.start)
         grad_logits.fill_stats(plan, find_terms)
         if head_grads is not None:
             head_grads.add_block(block, grad_logits)
-    by_kind, to_nats = divergences_in_nats(all_stats, all_rows, heads.kinds, heads.beta)
-    losses, loss_sum = by_kind[kind], None
-    if weights is not None:
-        loss_sum = computed.nan_if_wrong(torch.where(all_rows.ignored, 0.0, weights * losses).sum())
-    student = student_outputs(all_stats, all_rows) if return_student else ()
-    losses, *outputs = computed.spread_outputs([losses, *student])
-    per_row = computed.index, all_rows.scale, teacher_scale, to_nats, all_stats
-    return Divergences(heads, losses, loss_sum, head_grads, outputs, per_row)
+    per_row = computed.index, all_rows.scale, teacher_scale
+    if losses is not None:
+        outputs, metrics = losses.of_every_token(computed)
+        total = computed.nan_if_wrong(losses.total)
+        return Divergences(outputs, TokenLossResults(total, head_grads, outputs, metrics, losses.sample), per_row)
+    outputs, to_nats = _outputs(heads, all_stats, all_rows)
+    return Divergences(computed.spread_outputs(outputs), None, (*per_row, to_nats, all_stats))
 
 
-def jsd_with_gradient(divergences: Divergences, call: Call) -> Tensor:
-    """Return the sum, or the loss of each token, with a gradient."""
-    if divergences.loss_sum is not None:
-        return with_gradients(divergences.loss_sum, divergences.head_grads, call, "linear_jsd")
-    return _LinearJsd.apply(call.hidden, call.weight, divergences, call)
+def divergences_with_gradient(divergences: Divergences, call: Call, heads: TwoHeads) -> LinearDivergenceOutput:
+    """Return the divergences of each token with a gradient."""
+    by_kind = _LinearDivergence.apply(call.hidden, call.weight, divergences, call, heads)
+    return divergences.outputs._replace(**dict(zip(heads.kinds, by_kind, strict=True)))
 
 
-class _LinearJsd(torch.autograd.Function):
-    """Per-token divergence of two heads over a vocab-sharded weight each.
+def _outputs(heads: TwoHeads, stats: Tensor, rows: Rows) -> tuple[LinearDivergenceOutput, Tensor]:
+    """Return the outputs of some rows, and to_nats, NaN if one of the divergences is."""
+    outputs, to_nats = divergences_in_nats(stats, rows, heads.kinds, heads.beta)
+    return outputs._replace(student=student_outputs(stats, rows) if heads.return_student else None), to_nats
 
-    Both heads are laid out as in `LinearCrossEntropyFunction`; the teacher gets no gradient. Saves a dozen floats per
+
+def _terms_of_losses(
+    losses: Losses, heads: TwoHeads, block_rows: Rows, start: int, stats: Tensor, token_slice: slice
+) -> Tensor:
+    """Call the loss for some tokens of a block, which starts at this row; return their `GradTerms`."""
+    rows = block_rows.select(token_slice)
+    outputs, to_nats = _outputs(heads, stats, rows)
+    place = slice(start + token_slice.start, start + token_slice.stop)
+    upstream = _given(losses.add(outputs, rows.ignored, place))
+    return gradient_terms(upstream, stats, to_nats, rows.scale, heads.student, heads.beta)
+
+
+def _given(upstream: dict[Any, Tensor | None]) -> dict[Kind, Tensor]:
+    return {kind: gradient for kind, gradient in upstream.items() if gradient is not None}
+
+
+class _LinearDivergence(torch.autograd.Function):
+    """Per-token divergences of two heads over a vocab-sharded weight each.
+
+    Both heads are laid out as in `LinearCrossEntropyFunction`; the teacher gets no gradient. Saves two dozen floats per
     token; backward recomputes the logits of both heads slab by slab.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, divergences: Divergences, call: Call) -> Tensor:
-        student, teacher = divergences.heads[:2]
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, divergences: Divergences, call: Call, heads: TwoHeads
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        teacher = heads.teacher[:2]
         # Autograd cannot save inference tensors, which do not change outside inference mode.
-        ctx.inference = [t if t.is_inference() else None for t in teacher[:2]]
-        saved = (None if t.is_inference() else t for t in teacher[:2])
+        ctx.inference = [t if t.is_inference() else None for t in teacher]
+        saved = (None if t.is_inference() else t for t in teacher)
         ctx.save_for_backward(hidden, weight, *saved, *divergences.per_row)
-        ctx.softcaps, ctx.call = (student[2:4], teacher[2:4]), call.without_tensors()
-        ctx.beta, ctx.kinds = divergences.heads.beta, divergences.heads.kinds
-        return divergences.losses.clone()
+        ctx.softcaps, ctx.call = (heads.student[2:4], heads.teacher[2:4]), call.without_tensors()
+        ctx.kinds, ctx.beta = heads.kinds, heads.beta
+        return tuple(getattr(divergences.outputs, kind).clone() for kind in heads.kinds)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        check_backward("linear_jsd", grad_loss)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_backward("linear_divergence", *grads)
+        given = _given(dict(zip(ctx.kinds, grads, strict=True)))
         hidden, weight, *saved, index, scale, teacher_scale, to_nats, stats = ctx.saved_tensors
         teacher_tensors = [one if other is None else other for one, other in zip(saved, ctx.inference, strict=True)]
         student, teacher = Head(hidden, weight, *ctx.softcaps[0]), Head(*teacher_tensors, *ctx.softcaps[1])
-        call, computed = ctx.call.with_tensors(hidden, weight), ComputedRows(grad_loss.shape[0], index)
-        with own_arithmetic(grad_loss.device, "linear_jsd backward"):
-            upstream = computed.select(grad_loss.float())
-            terms = gradient_terms({ctx.kinds[0]: upstream}, stats, to_nats, scale, student, ctx.beta)
+        call = ctx.call.with_tensors(hidden, weight)
+        with own_arithmetic(call.hidden.device, "linear_divergence backward"):
+            computed = ComputedRows(next(iter(given.values())).shape[0], index)
+            upstream = {kind: computed.select(gradient.float()) for kind, gradient in given.items()}
+            terms = gradient_terms(upstream, stats, to_nats, scale, student, ctx.beta)
             if call.options.skip_ignored is True:
                 # The gradient of a broken row is NaN whatever the upstream gradient.
-                has_grad = (upstream != 0) | to_nats.isnan()
+                has_grad = to_nats.isnan()
+                for gradient in upstream.values():
+                    has_grad |= gradient != 0
                 grad_index = ComputedRows.where(has_grad, call.options.tp_group).index
                 if grad_index is not None:
                     stats, terms = stats[:, grad_index], terms[:, grad_index]
                     scale, teacher_scale = scale[grad_index], teacher_scale[grad_index]
                     computed = computed.subset(grad_index)
-            plan = _plan(Heads(student, teacher, ctx.beta, ctx.kinds), call, computed.count, ctx.needs_input_grad[1])
+            plan = _plan(student, teacher, call, computed.count, ctx.needs_input_grad[1])
             tokens, teacher_tokens = (
                 tokens_in_blocks(head.hidden, computed, plan.block_tokens, call.options) for head in (student, teacher)
             )
@@ -174,11 +217,11 @@ class _LinearJsd(torch.autograd.Function):
                     student.of_rows(block.hidden.wait(), scale),
                     teacher.of_rows(teacher_block.hidden.wait(), teacher_scale),
                     ctx.beta,
-                    ctx.kinds,
+                    computed_kinds(upstream, ctx.beta),
                     terms=terms,
                 )
                 head_grads.add_block(block, TwoHeadGradLogits(call, block_heads, stats))
-            return *head_grads.results(), None, None
+            return *head_grads.results(), None, None, None
 
 
 @dataclass
@@ -233,12 +276,6 @@ class TwoHeadGradLogits:
         return self.call.hidden.new_empty(0, dtype=torch.float32)
 
 
-def _terms(upstream: dict[Kind, Tensor], rows: Rows, heads: Heads, stats: Tensor, token_slice: slice) -> Tensor:
-    """Return the `GradTerms` of some tokens from the upstream gradients of their block and their statistics."""
-    part, some = rows.select(token_slice), {kind: gradient[token_slice] for kind, gradient in upstream.items()}
-    return gradient_terms(some, stats, part.to_nats, part.scale, heads.student, heads.beta)
-
-
 def _raw_logits(heads: Heads, buffer: Tensor) -> Tensor:
     """Return the products of both heads, [2, N, C], in this buffer, which is empty the first time."""
     num_tokens, num_columns = heads.student.hidden.shape[0], heads.student.weight.shape[0]
@@ -250,13 +287,15 @@ def _raw_logits(heads: Heads, buffer: Tensor) -> Tensor:
     return raw_logits
 
 
-def _plan(heads: Heads, call: Call, num_tokens: int, needs_weight: bool, *, known: bool = False) -> Plan:
+def _plan(
+    student: Head, teacher: Head, call: Call, num_tokens: int, needs_weight: bool, *, known: bool = False
+) -> Plan:
     """Return the plan of these heads. fp32 copies of the weights, which products make on CPUs, have room beside it.
 
     Raises:
         ValueError: the workspace is too small for forward or backward.
     """
-    copied_row = max(4 * head.hidden.shape[1] * copies_to_fp32(head.hidden) for head in heads[:2])
+    copied_row = max(4 * head.hidden.shape[1] * copies_to_fp32(head.hidden) for head in (student, teacher))
     size = size_of_two_heads(call.size, call.backend.intermediate_bytes(call.shard.largest) + copied_row)
     given, copied = call.options.workspace_bytes, COLUMN_STEP * copied_row
     smallest = copied + size.smallest_workspace(needs_grad=True, needs_weight=True)

@@ -1,0 +1,245 @@
+"""Distillation: divergences of two vocab-sharded LM heads, without their logits.
+
+With `p_s` and `p_t` the softmax of the student's and the teacher's logits, y = z_s / T of the student, s the sign of
+p_s - p_t and `m = beta p_t + (1 - beta) p_s`, the divergences D and their gradients are
+
+    forward_kl  KL(p_t || p_s)                                 dD/dy = p_s - p_t
+    reverse_kl  KL(p_s || p_t)                                 dD/dy = p_s (log(p_s / p_t) - D)
+    tv          sum of |p_s - p_t| / 2                         dD/dy = p_s (s - sum of p_s s) / 2
+    jsd         beta KL(p_t || m) + (1 - beta) KL(p_s || m)    dD/dy = (1 - beta) p_s (log(p_s / m) - KL(p_s || m))
+
+because the derivative of jsd by p_s is (1 - beta) log(p_s / m). A product's gradient is scale / T times that, times
+1 - tanh^2 under the student's softcap.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from megatron_lce.api.keywords import DivergenceLossOptions, DivergenceOptions
+from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, flat_per_token
+from megatron_lce.checks import validation
+from megatron_lce.checks.together import check_keywords, checked_together, shaped
+from megatron_lce.core.call import Call
+from megatron_lce.core.collectives import waited
+from megatron_lce.core.eager import eager
+from megatron_lce.core.jsd_heads import KINDS, Head, Kind, LinearDivergenceOutput
+from megatron_lce.core.known_loss import with_gradients
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.products import laid_out, own_arithmetic, product
+from megatron_lce.core.token_loss import Metrics, TokenLossFunction
+from megatron_lce.core.two_heads import TwoHeads, divergence_forward, divergences_with_gradient
+
+_OWN: dict[str, Any] = {  # keywords besides `Options`, and their defaults
+    "beta": 0.5,
+    "student_logits_scale": 1.0,
+    "teacher_logits_scale": 1.0,
+    "student_softcap": None,
+    "teacher_softcap": None,
+    "teacher_temperature": None,
+    "return_student": False,
+}
+_SHARED = DivergenceOptions.__optional_keys__ - _OWN.keys() - {"labels"}
+
+
+class DivergenceLoss(NamedTuple):
+    """Result of `linear_divergence_loss`: as `TokenLoss`, with a `LinearDivergenceOutput`."""
+
+    loss: Tensor
+    outputs: LinearDivergenceOutput
+    metrics: Metrics
+
+
+@validation.renamed("skip_ignored", "skip_masked")
+@eager
+def linear_divergence(
+    student_hidden: Tensor,  # [..., H_student]
+    student_weight: Tensor,  # [V_local, H_student]
+    teacher_hidden: Tensor,  # [..., H_teacher]
+    teacher_weight: Tensor,  # [V_local, H_teacher]
+    *,
+    kinds: Sequence[Kind] = ("forward_kl", "tv"),
+    **options: Unpack[DivergenceOptions],
+) -> LinearDivergenceOutput:
+    """Per-token divergences of a student's and a teacher's LM head, several at once, without their logits.
+
+        out = megatron_lce.linear_divergence(*student, *teacher, kinds=("forward_kl", "tv"), labels=labels)
+        (0.3 * out.forward_kl + 0.7 * out.tv).mean().backward()
+
+    Only the student gets gradients. Those of all but `tv` shrink with temperature**2; multiply the loss by it to
+    compensate (Hinton et al. 2015). `1 - tv` is the rate at which speculative sampling accepts the student's tokens
+    (Leviathan et al. 2023).
+
+    Args:
+        student_hidden, student_weight: as in `linear_cross_entropy`, but no DTensors and no fp32 weight with 16 bits.
+        teacher_hidden: [..., H_teacher] for the same tokens; size and dtype may differ from the student's.
+        teacher_weight: [V_local, H_teacher] of its dtype, the same rows of the same vocabulary.
+        kinds: "forward_kl", "reverse_kl", "tv" and "jsd" (Agarwal et al., On-Policy Distillation of Language Models,
+            2024), at least one; each further one costs less than 2 %.
+        labels: int64, one a token (under `sequence_parallel` the full [s, ...]): they say which rows are ignored
+            (`None`: none), and `return_student` returns their logprobs.
+        beta: 0.5; weight of the teacher in the mixture of "jsd", in [0, 1]. 0 is forward KL and 1 reverse KL (the
+            limits of the middle are zero).
+        student_logits_scale, teacher_logits_scale, student_softcap, teacher_softcap: as in `linear_cross_entropy`.
+        teacher_temperature: temperature of the teacher's softmax alone, like `temperature`; `None`: `temperature`.
+        return_student: True: `student` has the logprobs of `labels`, entropy and lse at `temperature`, without
+            gradient and without further products; NaN if no rank owns its label.
+        temperature, tp_group, sequence_parallel, ignore_index, vocab_start, vocab_size, skip_ignored, workspace_bytes,
+            backend, weight_grad_sink: as in `linear_cross_entropy`, for both heads; the sink is for the student's
+            weight. Backward holds both gathered hiddens and always accumulates the student's hidden-state gradient.
+
+    Raises:
+        TypeError, ValueError: see `linear_cross_entropy`.
+        RuntimeError: in backward with `create_graph=True`.
+    """
+    given = {"kinds": kinds, **options}
+    call, heads = _prepared("linear_divergence", student_hidden, student_weight, teacher_hidden, teacher_weight, given)
+    return _divergences(call, heads)
+
+
+@validation.renamed("skip_ignored", "skip_masked")
+@eager
+def linear_jsd(
+    student_hidden: Tensor,  # [..., H_student]
+    student_weight: Tensor,  # [V_local, H_student]
+    teacher_hidden: Tensor,  # [..., H_teacher]
+    teacher_weight: Tensor,  # [V_local, H_teacher]
+    **options: Unpack[DivergenceOptions],
+) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
+    """`linear_divergence` of the one kind "jsd": its tensor; with `return_student` a tuple of it and `student`."""
+    given = {"kinds": ("jsd",), **options}
+    call, heads = _prepared("linear_jsd", student_hidden, student_weight, teacher_hidden, teacher_weight, given)
+    out = _divergences(call, heads)
+    return out.jsd if out.student is None else (out.jsd, out.student)
+
+
+@validation.renamed("skip_ignored", "skip_masked")
+@eager
+def linear_divergence_loss(
+    student_hidden: Tensor,  # [..., H_student]
+    student_weight: Tensor,  # [V_local, H_student]
+    teacher_hidden: Tensor,  # [..., H_teacher]
+    teacher_weight: Tensor,  # [V_local, H_teacher]
+    labels: Tensor,  # [...]
+    loss: TokenLossFunction,
+    *per_token: Tensor,  # [..., *] each
+    kinds: Sequence[Kind] = ("forward_kl", "tv"),
+    **options: Unpack[DivergenceLossOptions],
+) -> DivergenceLoss:
+    """The sum over tokens of a caller's loss of divergences, with both gradients computed in forward.
+
+        def loss(out, weights):
+            return weights * (0.3 * out.forward_kl + 0.7 * out.tv), {"acceptance": 1 - out.tv}
+
+        result = megatron_lce.linear_divergence_loss(*student, *teacher, labels, loss, weights)
+        (result.loss / num_tokens).backward()
+
+    One product of each head is saved: the logits of both are computed once.
+
+    Args:
+        loss: as in `linear_token_loss`, called with the `LinearDivergenceOutput` of some tokens. Weights of 0 do not
+            save the work for a token; labels equal to `ignore_index` do, with `skip_ignored`.
+        per_token, memory: as in `linear_token_loss`.
+        kinds, options: as in `linear_divergence`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in `linear_token_loss`.
+    """
+    name, given = "linear_divergence_loss", {"kinds": kinds, **options, "labels": labels}
+    per_token = tuple(waited(tensor) for tensor in per_token)
+    of_loss = loss, per_token
+    call, heads = _prepared(name, student_hidden, student_weight, teacher_hidden, teacher_weight, given, of_loss)
+    with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
+    with own_arithmetic(call.hidden.device, name):
+        _, summed, _ = divergence_forward(call, heads, loss, flat_per_token(call, per_token), with_gradient)
+        assert summed is not None
+        with torch.no_grad():
+            unless_nan = check_tokens_apart(loss, *summed.sample(), instead="linear_divergence")
+    total = with_gradients(summed.total, summed.gradients, call, name)
+    # A factor of NaN makes the gradients NaN, too, because backward multiplies the upstream gradient by it.
+    return DivergenceLoss(total * unless_nan, *shaped((summed.outputs, summed.metrics), call.shape))
+
+
+def _divergences(call: Call, heads: TwoHeads) -> LinearDivergenceOutput:
+    with own_arithmetic(call.hidden.device, "linear_divergence forward"):
+        divergences = divergence_forward(call, heads)
+    return shaped(divergences_with_gradient(divergences, call, heads), call.shape)
+
+
+def _prepared(
+    name: str,
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    given: dict[str, Any],
+    of_loss: tuple[TokenLossFunction, tuple[Tensor, ...]] | None = None,
+) -> tuple[Call, TwoHeads]:
+    """Check the arguments, and lay them out; `of_loss`: the caller's loss and its tensors per token."""
+    own = {keyword: given.pop(keyword, default) for keyword, default in _OWN.items()}
+    kinds, labels, beta = given.pop("kinds"), given.pop("labels", None), own["beta"]
+    teacher_hidden, teacher_weight = waited(teacher_hidden), waited(teacher_weight)
+    options = Options(entropy=False, **{key: value for key, value in given.items() if key in _SHARED})
+    described = {
+        **own,
+        "kinds": kinds,
+        "teacher_hidden": validation.kind_of(teacher_hidden),
+        "teacher_weight": validation.kind_of(teacher_weight),
+        "beta": int(beta) if isinstance(beta, int | float) and beta in (0, 1) else beta,  # two kinds of their own
+    }
+    names = ("student_hidden", "student_weight", "labels")
+    with checked_together(name, student_hidden, student_weight, labels, options, names=names, own=described) as checks:
+        check_keywords(name, given, DivergenceOptions)
+        shape = checks.head()
+        for role, hidden, weight in (
+            ("student", student_hidden, student_weight),
+            ("teacher", teacher_hidden, teacher_weight),
+        ):
+            validation.check_tensor(f"{role}_hidden", hidden)
+            validation.check_tensor(f"{role}_weight", weight)
+            validation.check_head(f"{role}_hidden", hidden, f"{role}_weight", weight, fp32_weight=False)
+            validation.check_number(f"{role}_logits_scale", own[f"{role}_logits_scale"])
+            if own[f"{role}_softcap"] is not None:
+                validation.check_number(f"{role}_softcap", own[f"{role}_softcap"], positive=True)
+        device, num_rows = student_hidden.device, len(student_weight)
+        tokens, of_teacher = tuple(student_hidden.shape[:-1]), tuple(teacher_hidden.shape[:-1])
+        wanted = "hold as many rows of the vocabulary as student_weight"
+        validation.check_same("teacher_hidden", "be on student_hidden's device", device, teacher_hidden.device)
+        validation.check_same("teacher_hidden", "have student_hidden's shape but for H", tokens, of_teacher)
+        validation.check_same("teacher_weight", wanted, num_rows, len(teacher_weight))
+        if own["teacher_temperature"] is not None:
+            validation.check_temperature(own["teacher_temperature"], shape, device, "teacher_temperature")
+        is_sequence = isinstance(kinds, Sequence) and not isinstance(kinds, str)
+        validation.require(is_sequence, "kinds", "be a sequence of names", type(kinds).__name__, TypeError)
+        validation.require(len(kinds) > 0, "kinds", "name at least one divergence", kinds)
+        for kind in kinds:
+            validation.check_choice("kinds", kind, KINDS)
+        validation.check_fraction("beta", beta)
+        validation.check_flag("return_student", own["return_student"])
+        has_labels = labels is not None or not own["return_student"]
+        validation.require(has_labels, "labels", "be given for return_student", None)
+        if of_loss is not None:
+            check_loss(*of_loss, shape, device)
+        elif labels is None:
+            labels = checks.hidden.new_full(shape, int(options.ignore_index == 0), dtype=torch.int64)
+        checks.rest(labels)
+        for role, of in (("student", "temperature"), ("teacher", "teacher_temperature")):
+            of = of if own.get(of) is not None else "temperature"
+            numbers = own[f"{role}_logits_scale"], own[f"{role}_softcap"], own.get(of, options.temperature)
+            validation.check_quotients(*numbers, f"{role}_", of)
+    call = replace(checks.call(), product=product)
+    step, temperature = 16 // teacher_hidden.element_size(), own["teacher_temperature"]
+    hidden = laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step)
+    weight = laid_out(teacher_weight.detach().contiguous(), step)
+    heads = TwoHeads(
+        student=Head(call.hidden, call.weight, float(own["student_logits_scale"]), own["student_softcap"]),
+        teacher=Head(hidden, weight, float(own["teacher_logits_scale"]), own["teacher_softcap"]),
+        kinds=tuple(dict.fromkeys(kinds)),
+        beta=float(beta),
+        teacher_temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
+        return_student=own["return_student"],
+    )
+    return call, heads
