@@ -72,9 +72,15 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "student_num_layers": (int, 1, "Transformer layers of the student."),
     "student_hidden_size": (int, 64, "Hidden size of the student."),
     "beta": (float, 0.5, "The divergence: 0 is forward KL, 1 reverse KL, between them JSD."),
+    "on_policy": (bool, False, "The student samples, and teachers of several domains score what it sampled."),
+    "teachers": (int, 2, "Teachers of on-policy distillation, a domain each."),
+    "prompt_length": (int, 32, "Tokens of an on-policy prompt."),
+    "sampled_tokens": (int, 32, "Tokens that the student samples behind it."),
     "topk": (int, 0, "Ids of the teacher that the student learns from; 0: the vocabulary."),
     "tail": (("drop", "bin", "renormalise"), "bin", "What becomes of all other ids."),
-    "held_out_rows": (int, 8, "Packed rows that the cross-entropies are taken on."),
+    "held_out_rows": (int, 8, "Packed rows that no step sees, for the measurements on the way."),
+    # train_mtp
+    "mtp_layers": (int, 2, "Depths of multi-token prediction."),
 }
 COMMON = tuple(OPTIONS)[: tuple(OPTIONS).index("report") + 1]  # of every training program
 

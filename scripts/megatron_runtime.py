@@ -217,10 +217,14 @@ def build_gpt(
     ).to(device)
     if config.fp16 or config.bf16:
         model = Float16Module(config, model)
-    if ddp:
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp_config or {}))
-        model = DistributedDataParallel(config, settings, model)
-        model.broadcast_params()
+    return with_ddp(model, ddp_config) if ddp else model
+
+
+def with_ddp(model: torch.nn.Module, ddp_config: dict[str, Any] | None = None) -> torch.nn.Module:
+    """The model in DDP with fp32 gradients of the parameters that require them now."""
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp_config or {}))
+    model = DistributedDataParallel(model.config, settings, model)
+    model.broadcast_params()
     return model
 
 

@@ -74,3 +74,18 @@ def draw_distill(
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw_mtp(path: Path, curves: dict[str, list[tuple[int, list[float]]]]) -> None:
+    """Acceptance rate of each depth over the steps, a line for each loss."""
+    depths = len(next(iter(curves.values()))[0][1])
+    figure, axes = plt.subplots(1, depths, figsize=(8, 3.4), sharey=True, squeeze=False, layout="constrained")
+    for depth, axis in enumerate(axes[0]):
+        for (name, curve), color in zip(curves.items(), (_OTHER, _ON, "black"), strict=True):
+            axis.plot([step for step, _ in curve], [100 * rates[depth] for _, rates in curve], label=name, color=color)
+        axis.set(title=f"Depth {depth + 1}", xlabel="optimizer step", ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("acceptance rate (%)")
+    axes[0][0].legend(title="MTP heads trained on")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -6,6 +6,7 @@ First the teacher is trained as train_sft trains it, then it is frozen and a stu
 hidden size learns its next-token distributions, through Megatron's schedule. With the flag, both models' heads are
 captured and `linear_jsd` takes them; without it, both models' logits are materialised. Everything else is the same.
 With --topk the student learns from the teacher's most probable ids, which are computed once for each row and stored.
+With --on-policy the student samples, and several teachers, a domain each, hand back hidden states of what it sampled.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -24,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 import megatron_lce
-from scripts import arguments, megatron_runtime, pictures, sft_data, train_sft, training
+from scripts import arguments, megatron_runtime, on_policy, pictures, sft_data, train_sft, training
 from scripts.materialised_head import vocab_parallel_log_softmax
 from scripts.sft_data import PackedBatch
 
@@ -34,6 +36,7 @@ IGNORED = -100
 def build_parser() -> argparse.ArgumentParser:
     own = ("vocab_size", "row_length", "teacher_steps", "teacher_lr", "student_num_layers", "student_hidden_size")
     own += ("beta", "temperature", "topk", "tail", "held_out_rows")
+    own += ("on_policy", "teachers", "prompts", "prompt_length", "sampled_tokens")
     return arguments.parser(__doc__, own, steps=150, lr=3e-3, report="distill.json")
 
 
@@ -120,15 +123,22 @@ class Trainer:
         self.optimizer = megatron_runtime.build_optimizer([model], training.dtype(args), lr)
         self.timer = training.StepTimer(next(model.parameters()).device)
         self.losses: list[float] = []
-        self.cross_entropies: list[tuple[int, float]] = []  # (steps done, held-out mean in nats)
+        self.measured: list[tuple[int, Any]] = []  # (steps done, what was measured on held-out rows)
         self.bar = training.progress(steps, title)
 
-    def run(self, forward_step: Callable, batches: Iterator[PackedBatch], held_out: list[PackedBatch]) -> None:
-        """All steps through Megatron's schedule; the held-out cross-entropy at the start and ten times on the way."""
+    def run(
+        self,
+        forward_step: Callable,
+        batches: Iterator[Any],
+        held_out: list[PackedBatch],
+        measure: Callable[[torch.nn.Module, list[PackedBatch]], Any] | None = None,
+    ) -> None:
+        """All steps through Megatron's schedule; at the start and ten times on the way it measures: cross-entropy."""
+        measure = measure or cross_entropy
         every = max(1, self.steps // 10)
         for step in self.bar:
             if step % every == 0:
-                self.cross_entropies.append((step, cross_entropy(self.model, held_out)))
+                self.measured.append((step, measure(self.model, held_out)))
             with self.timer:
                 reports = training.train_step(
                     self.model, self.optimizer, forward_step, batches, self.args.num_microbatches
@@ -136,7 +146,7 @@ class Trainer:
             total, count = (torch.stack(column).sum() for column in zip(*reports, strict=True))
             self.losses.append(training.data_parallel_mean(total, count))
             self.bar.set_postfix(loss=f"{self.losses[-1]:.4f}", refresh=False)
-        self.cross_entropies.append((self.steps, cross_entropy(self.model, held_out)))
+        self.measured.append((self.steps, measure(self.model, held_out)))
 
 
 @torch.no_grad()
@@ -163,25 +173,39 @@ def load_batches(args: argparse.Namespace, device: torch.device) -> tuple[Iterat
 def work(args: argparse.Namespace, device: torch.device) -> None:
     if args.topk and not args.use_fused_linear_ce:
         raise SystemExit("--topk needs --use-fused-linear-ce")
+    if args.on_policy and (args.topk or not args.use_fused_linear_ce):
+        raise SystemExit("--on-policy needs --use-fused-linear-ce and no --topk")
     batches, held_out = load_batches(args, device)
+    of_teachers: list[Iterator[Any]] = [batches]
+    if args.on_policy:
+        examples, pad_id = training.load_examples(args)
+        of_domains = on_policy.domains(examples[len(examples) // 10 :], args.teachers)
+        of_teachers = [sft_data.packed_batches(domain, pad_id, args.row_length) for domain in of_domains]
     options = training.gpt_options(args, vocab_size=args.vocab_size)
-    teacher = megatron_runtime.build_gpt(options, device=device, ddp=True)
+    teachers = [megatron_runtime.build_gpt(options, device=device, ddp=True) for _ in of_teachers]
+    teacher = teachers[0]
     student_options = replace(options, num_layers=args.student_num_layers, hidden_size=args.student_hidden_size)
     student = megatron_runtime.build_gpt(student_options, device=device, ddp=True)
     flag = {"use_fused_linear_ce": args.use_fused_linear_ce, "skip_masked": True}
-    handles = [megatron_lce.enable_fused_linear_ce(model, **flag) for model in (teacher, student)]
+    handles = [megatron_lce.enable_fused_linear_ce(model, **flag) for model in (*teachers, student)]
 
-    taught = Trainer("teacher, supervised", teacher, args.teacher_lr, args.teacher_steps, args)
-    taught.run(partial(train_sft.forward_step, device=device), batches, held_out)
-    teacher.requires_grad_(False)
+    for model, rows in zip(teachers, of_teachers, strict=True):
+        taught = Trainer("teacher, supervised", model, args.teacher_lr, args.teacher_steps, args)
+        taught.run(partial(train_sft.forward_step, device=device), rows, held_out)
+        model.requires_grad_(False)
     peak_before = training.peak_mib(device)
     distilled = Trainer("student, distilled", student, args.lr, args.steps, args)
-    distilled.run(partial(distill_step, teacher=teacher, args=args, device=device), batches, held_out)
+    forward_step = partial(distill_step, teacher=teacher, args=args, device=device)
+    if args.on_policy:
+        generator = torch.Generator(device).manual_seed(args.seed + parallel_state.get_data_parallel_rank())
+        forward_step = partial(on_policy.step, teachers=teachers, args=args, device=device, generator=generator)
+        batches = on_policy.prompts(of_domains, args)
+    distilled.run(forward_step, batches, held_out)
 
     sizes = {"teacher": parameters(teacher), "student": parameters(student)}
     if torch.distributed.get_rank() == 0:
         picture = (args.out / args.report).with_suffix(".png")
-        pictures.draw_distill(picture, distilled.losses, distilled.cross_entropies, taught.cross_entropies[-1][1])
+        pictures.draw_distill(picture, distilled.losses, distilled.measured, taught.measured[-1][1])
         Console().print(summary(taught, distilled, sizes, args))
         print(f"Picture: {picture}")
     training.write_report(
@@ -192,9 +216,9 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
         peak_before,
         parameters_per_rank=sizes,
         losses=distilled.losses,
-        student_cross_entropies=distilled.cross_entropies,
+        student_cross_entropies=distilled.measured,
         teacher_losses=taught.losses,
-        teacher_cross_entropies=taught.cross_entropies,
+        teacher_cross_entropies=taught.measured,
         fused={
             "enabled": all(handle.enabled for handle in handles),
             "reasons": list(dict.fromkeys(reason for handle in handles for reason in handle.reasons)),
@@ -208,6 +232,7 @@ def parameters(model: torch.nn.Module) -> int:
 
 def summary(taught: Trainer, distilled: Trainer, sizes: dict[str, int], args: argparse.Namespace) -> Table:
     head = "linear_jsd" if args.use_fused_linear_ce else "materialised logits"
+    head += ", on-policy" * args.on_policy
     table = Table(title=f"Distillation by {head}: beta {args.beta}, temperature {args.temperature}, TP={args.tp}")
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
@@ -215,7 +240,7 @@ def summary(taught: Trainer, distilled: Trainer, sizes: dict[str, int], args: ar
     ends = (sum(part) / tenth for part in (distilled.losses[:tenth], distilled.losses[-tenth:]))
     table.add_row("divergence, first and last tenth of the steps", *(f"{loss:.4f}" for loss in ends))
     for name, trainer in (("student", distilled), ("teacher", taught)):
-        values = (trainer.cross_entropies[0][1], trainer.cross_entropies[-1][1])
+        values = (trainer.measured[0][1], trainer.measured[-1][1])
         table.add_row(f"held-out cross-entropy, {name}", *(f"{value:.4f}" for value in values))
     table.add_section()
     for name, size in sizes.items():
