@@ -16,7 +16,7 @@ def exact_logits(head):
 
 def assert_within_rounding(actual, exact, logits):
     """Differences are a few roundings in fp32 of numbers as large as the largest logit."""
-    allowed = 8 * torch.finfo(torch.float32).eps * (1 + float(logits.abs().max()))
+    allowed = 8 * torch.finfo(torch.float32).eps * (1 + float(logits.detach().abs().max()))
     torch.testing.assert_close(actual.detach().double(), exact.detach(), rtol=0.0, atol=allowed)
 
 

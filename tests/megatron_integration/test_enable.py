@@ -92,6 +92,7 @@ def test_masked_tokens_are_ignored_rows(device, mtp_layers, monkeypatch, tensors
         model(*tensors, labels=labels)  # told once
 
 
+@pytest.mark.filterwarnings("ignore:fused linear cross-entropy is enabled but was not used")
 def test_masked_tokens_stay_megatrons_unless_asked_for(untied, tensors, labels):
     loss_mask = torch.zeros_like(labels)
     handle = enable(untied, skip_masked=True)
@@ -105,6 +106,7 @@ def test_masked_tokens_stay_megatrons_unless_asked_for(untied, tensors, labels):
         assert untied(*tensors, labels=labels, loss_mask=loss_mask).all()
 
 
+@pytest.mark.filterwarnings("ignore:skip_masked is True but only negative labels are skipped")
 def test_all_rows_are_computed_while_a_cuda_graph_is_captured(untied, monkeypatch, tensors, labels):
     labels = labels.where(labels % 3 != 0, -100)
     enable(untied, skip_masked=True)

@@ -48,6 +48,7 @@ USES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the checkpoint
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("use", USES)
 def test_logits_of_a_model_that_is_given_labels_are_refused(untied, use, mode, tensors, labels):
