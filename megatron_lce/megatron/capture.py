@@ -59,19 +59,24 @@ class CapturingHead(ReplacedHead):
 
     @eager
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **of_loss: Any
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **loss_kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         if not self.in_pass:  # another model shares the output layer
-            return self.previous("forward")(input_, weight, runtime_gather_output, **of_loss)
+            return self.previous_method("forward")(input_, weight, runtime_gather_output, **loss_kwargs)
         call = HeadCall(self.head, input_, weight)
         self._record(self.captured, call)
         logits = UncomputedLogits(call, self._capture)
-        return self._loss(logits, **of_loss) if of_loss.pop("output_cross_entropy_loss", False) else (logits, None)
+        wants_loss = loss_kwargs.pop("output_cross_entropy_loss", False)
+        return self._loss(logits, **loss_kwargs) if wants_loss else (logits, None)
 
     @eager
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         if not isinstance(logits, UncomputedLogits):  # the head was called outside a pass
-            return self.previous("compute_language_model_loss")(labels, logits)
+            return self.previous_method("compute_language_model_loss")(labels, logits)
         return self._loss(logits, labels, telemetry=self.language_model.training)
 
     def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
@@ -88,8 +93,8 @@ class CapturingHead(ReplacedHead):
     def _capture_mtp(self, logits: UncomputedLogits) -> Tensor:
         """Record the inputs of an MTP head's logits; return losses [b, s] of 0, and largest logits for metrics."""
         call, head = logits.call, CapturedHead()
-        nothing = torch.zeros(call.tokens, dtype=torch.float32, device=call.hidden.device)
-        logits.largest = nothing.T, nothing.T.long()
+        nothing = torch.zeros(call.batch_and_sequence, dtype=torch.float32, device=call.hidden.device)
+        logits.max_and_argmax = nothing.T, nothing.T.long()
         call.depth = len(self.captured.mtp_heads) + 1
         self._record(head, call)
         self.captured.mtp_heads += (head,)
@@ -97,14 +102,14 @@ class CapturingHead(ReplacedHead):
 
     def _record(self, head: CapturedHead, call: HeadCall) -> None:
         if self._captures_mtp:
-            call.ends = sequence_ends(self._packed, call.tokens[1], call.hidden.device)
+            call.ends = sequence_ends(self._packed, call.batch_and_sequence[1], call.hidden.device)
         head._record(call)
 
     def _capture(self, call: HeadCall) -> Tensor:
         """Record the inputs of the main head's logits, and return [s, b, 0] in their place, which takes no memory."""
         self._record(self.captured, call)
         self.mtp_losses_left = self.mtp_layers
-        batch, sequence = call.tokens
+        batch, sequence = call.batch_and_sequence
         return call.hidden.new_empty((sequence, batch, 0)).as_subclass(NoLogits)
 
 

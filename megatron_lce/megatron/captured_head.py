@@ -79,9 +79,9 @@ class CapturedHead:
         """
         call = self._captured_call()
         if labels is None:
-            labels = call.hidden.new_full(call.tokens, int(ignore_index == 0), dtype=torch.int64)
+            labels = call.hidden.new_full(call.batch_and_sequence, int(ignore_index == 0), dtype=torch.int64)
         validation.check_label_tensor(labels)
-        validation.check_same("labels", "be [b, s]", call.tokens, tuple(labels.shape))
+        validation.check_same("labels", "be [b, s]", call.batch_and_sequence, tuple(labels.shape))
         given = {"ignore_index": ignore_index}
         rows = [call.labels_of_rows(labels, given, depth) for depth in range(len(self.mtp_heads) + 1)]
         return (torch.stack(rows) != ignore_index).all(dim=0)
@@ -199,20 +199,22 @@ class CapturedHead:
         """Return `megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over b * s tokens."""
         with self._captured() as call:
             with call.together("linear_logits_at", options):
-                given, places = call.keywords(options), None
+                given, permutation = call.keywords(options), None
                 if offsets is None:
                     ids = call.sequence_first("ids", ids)
                 else:
-                    ids, offsets, places = csr_sequence_first(ids, offsets, call.tokens)
+                    ids, offsets, permutation = csr_sequence_first(ids, offsets, call.batch_and_sequence)
             logits = linear_logits_at(call.hidden, call.weight, ids, offsets, **given)
-            return batch_first(logits) if places is None else torch.empty_like(logits).index_copy(0, places, logits)
+            if permutation is None:
+                return batch_first(logits)
+            return torch.empty_like(logits).index_copy(0, permutation, logits)
 
     def support_logprobs(
         self, labels: Tensor, ids: Tensor, offsets: Tensor, **options: Unpack[kw.CapturedSupportOptions]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return `megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
         with self._captured() as call:
-            ids, offsets, _ = csr_sequence_first(ids, offsets, call.tokens)
+            ids, offsets, _ = csr_sequence_first(ids, offsets, call.batch_and_sequence)
             return call.run(support_logprobs, labels, ids, offsets, **options)
 
     def linear_topk(self, k: int, **options: Unpack[kw.CapturedOptions]) -> TopK:

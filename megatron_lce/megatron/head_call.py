@@ -49,8 +49,9 @@ class HeadCall:
         self.weight: Tensor = head.weight if weight is None else weight  # [V/tp, H]: a tied embedding's is given
         self.sequence_parallel = bool(head.sequence_parallel)  # in inference Megatron sets another for a while
         shards = head.tp_group.size() if self.sequence_parallel else 1
-        self.tokens = hidden.shape[1], hidden.shape[0] * shards  # (b, s), the shape of labels as Megatron passes them
-        self.versions = version_of(hidden), version_of(self.weight)
+        # The shape of labels as Megatron passes them.
+        self.batch_and_sequence = hidden.shape[1], hidden.shape[0] * shards
+        self.versions = tensor_version(hidden), tensor_version(self.weight)
         self.autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.with_gradient = torch.is_grad_enabled()  # hidden may have a graph
         self.logits_scale = 1.0
@@ -95,7 +96,8 @@ class HeadCall:
 
     def labels_of_rows(self, labels: Any, keywords: Mapping[str, Any], shift: int) -> Any:
         """Return the labels [b, s] of the tokens that the rows predict, given those of rows `shift` further on."""
-        sound = isinstance(labels, Tensor) and tuple(labels.shape) == self.tokens  # others are refused later
+        # Others are refused later.
+        sound = isinstance(labels, Tensor) and tuple(labels.shape) == self.batch_and_sequence
         if shift == 0 or not sound:
             return labels
         return later_labels(labels, self.ends, shift, keywords.get("ignore_index", IGNORE_INDEX))
@@ -108,15 +110,17 @@ class HeadCall:
         if isinstance(teacher, StoredHead):
             validation.check_tensor("teacher_head.hidden", teacher.hidden)
             wanted = "have the student's tokens [b, s]"
-            validation.check_same("teacher_head.hidden", wanted, self.tokens, tuple(teacher.hidden.shape[:2]))
+            validation.check_same(
+                "teacher_head.hidden", wanted, self.batch_and_sequence, tuple(teacher.hidden.shape[:2])
+            )
             forms, depth = self.form("student", options), 0
         else:
-            for words, mine, its in (
+            for words, student_value, teacher_value in (
                 ("sequence_parallel", self.sequence_parallel, teacher.sequence_parallel),
-                ("tokens [b, s]", self.tokens, teacher.tokens),
+                ("tokens [b, s]", self.batch_and_sequence, teacher.batch_and_sequence),
                 ("ranks in tp_group", self.ranks, teacher.ranks),
             ):
-                validation.check_same("teacher_head", f"have the student's {words}", mine, its)
+                validation.check_same("teacher_head", f"have the student's {words}", student_value, teacher_value)
             teacher.check_unchanged()
             forms, depth = self.form("student", options) | teacher.form("teacher", options), teacher.depth
         shift, labels, further = self.depth - depth, options.get("labels"), self.depth
@@ -124,7 +128,7 @@ class HeadCall:
         validation.require(shift >= 0, "teacher_head", wanted, f"depth {depth}")
         if labels is None and shift > 0:
             ignores_none, further = int(options.get("ignore_index", IGNORE_INDEX) == 0), shift
-            labels = self.hidden.new_full(self.tokens, ignores_none, dtype=torch.int64)
+            labels = self.hidden.new_full(self.batch_and_sequence, ignores_none, dtype=torch.int64)
         labels = self.labels_of_rows(labels, options, further)
         return self.call_keywords({**options, **forms, "labels": labels}), shift
 
@@ -132,7 +136,7 @@ class HeadCall:
         """Return the teacher's hidden states of the rows `shift` further on, [s, b, H] or this rank's [s/tp, b, H]."""
         hidden, group = teacher.hidden.detach(), self.head.tp_group if self.sequence_parallel else None
         if isinstance(teacher, StoredHead):
-            hidden = swap(hidden)
+            hidden = transpose_batch_sequence(hidden)
             if group is not None:
                 hidden = hidden.chunk(group.size())[group.rank()]
         return later_rows(hidden, shift, group)
@@ -182,32 +186,34 @@ class HeadCall:
         if not isinstance(per_token, Tensor):
             return per_token
         shape, dims = tuple(per_token.shape), _PER_TOKEN.get(name)
-        if shape[:2] != self.tokens or len(shape) != (dims or len(shape)) or (dims == 3 and shape[2] == 0):
-            form = f"[b, s, K], {self.tokens} first" if dims == 3 else f"[b, s], {self.tokens}"
+        if shape[:2] != self.batch_and_sequence or len(shape) != (dims or len(shape)) or (dims == 3 and shape[2] == 0):
+            form = f"[b, s, K], {self.batch_and_sequence} first" if dims == 3 else f"[b, s], {self.batch_and_sequence}"
             raise ValueError(f"{name} must be {form} for this hidden, got {shape}")
-        return swap(per_token)
+        return transpose_batch_sequence(per_token)
 
     def check_unchanged(self) -> None:
         """Raise if hidden or weight has changed since the forward pass."""
         for name, tensor, version in zip(("hidden", "weight"), (self.hidden, self.weight), self.versions, strict=True):
-            if version_of(tensor) != version:
+            if tensor_version(tensor) != version:
                 raise RuntimeError(f"the LM head's {name} was changed in place after the forward pass")
             if not torch.compiler.is_compiling() and tensor.numel() and not tensor.untyped_storage().size():
                 raise RuntimeError(f"the LM head's {name} was freed, as by FSDP, after the forward pass")
 
 
-def version_of(tensor: Tensor) -> int:
+def tensor_version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
 def batch_first(result: T) -> T:
     """Return the result of an operation with each of its tensors [s, b, ...] as [b, s, ...]."""
-    return tree_map_only(Tensor, lambda part: swap(part) if part.dim() > 1 else part, result)
+    return tree_map_only(Tensor, lambda part: transpose_batch_sequence(part) if part.dim() > 1 else part, result)
 
 
-def csr_sequence_first(ids: Tensor, offsets: Tensor, tokens: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
+def csr_sequence_first(
+    ids: Tensor, offsets: Tensor, batch_and_sequence: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return CSR over tokens [b, s] as CSR over [s, b], and each id's place in the former; None: the same places."""
-    batch, sequence = tokens
+    batch, sequence = batch_and_sequence
     sound = isinstance(offsets, Tensor) and tuple(offsets.shape) == (batch * sequence + 1,)
     if batch == 1 or not sound or not isinstance(ids, Tensor) or ids.numel() == 0:  # wrong ones are refused later
         return ids, offsets, None
@@ -215,9 +221,9 @@ def csr_sequence_first(ids: Tensor, offsets: Tensor, tokens: tuple[int, int]) ->
     new = torch.cat([offsets[:1], offsets[:1] + offsets.diff()[row].cumsum(0)])
     place = torch.arange(ids.shape[0], dtype=torch.int64, device=offsets.device)
     new_row = torch.searchsorted(new[1:].contiguous(), place, right=True).clamp_(max=row.shape[0] - 1)
-    places = (place + (offsets[:-1][row] - new[:-1])[new_row]).clamp_(0, ids.shape[0] - 1)
-    return ids[places], new, places
+    permutation = (place + (offsets[:-1][row] - new[:-1])[new_row]).clamp_(0, ids.shape[0] - 1)
+    return ids[permutation], new, permutation
 
 
-def swap(per_token: Tensor) -> Tensor:
+def transpose_batch_sequence(per_token: Tensor) -> Tensor:
     return per_token.transpose(0, 1).contiguous()

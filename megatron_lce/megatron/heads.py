@@ -28,14 +28,14 @@ _KNOWN_HOOKS = {"mcore_adapter.models.model_utils.mca_lora_logits_postprocess_ho
 _PLAIN_LOSSES = {"mcore_adapter.models.model_factory.McaGPTModel.compute_language_model_loss"}
 _PRODUCT = ("forward", "_forward_impl")  # the methods that decide what a ColumnParallelLinear returns
 # Returns the softcap and the dtype of a head's logits; None: not changed.
-_Form = Callable[[Any], tuple[float | None, torch.dtype | None]]
+_LogitsForm = Callable[[Any], tuple[float | None, torch.dtype | None]]
 
 
 def _gemma(head: Any) -> tuple[float | None, None]:
     return head.config.final_logit_softcapping, None
 
 
-_accepted: dict[object, _Form] = {  # by class, function or name
+_accepted: dict[object, _LogitsForm] = {  # by class, function or name
     # Megatron-LM's dev branch: the plain head, which can also return the loss
     "megatron.core.transformer.linear_cross_entropy.LinearCrossEntropyModule": lambda head: (None, None),
     # Megatron-Bridge
@@ -251,7 +251,7 @@ def _forms(head: nn.Module) -> list[tuple[float | None, torch.dtype | None]]:
     return [form(head) for _, form in _own_parts(head) if form is not None]
 
 
-def _own_parts(head: nn.Module) -> list[tuple[type | Callable, _Form | None]]:
+def _own_parts(head: nn.Module) -> list[tuple[type | Callable, _LogitsForm | None]]:
     """Return classes before ColumnParallelLinear and the instance's own function that change the product.
 
     Each has its form, or None if it is not known.

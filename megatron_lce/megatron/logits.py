@@ -14,15 +14,15 @@ from megatron_lce.compat import Reduction, reduced
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
-from megatron_lce.megatron.head_call import HeadCall, swap
+from megatron_lce.megatron.head_call import HeadCall, transpose_batch_sequence
 from megatron_lce.megatron.heads import logits_dtype_of
 
-_SCALE = {Tensor.mul, torch.mul}
+_MUL_FUNCTIONS = {Tensor.mul, torch.mul}
 _MAX, _ARGMAX = {Tensor.max, torch.max}, {Tensor.argmax, torch.argmax}
 _GET_BASE = Tensor._base.__get__  # type: ignore[attr-defined, union-attr]
-_OF_FSDP = {Tensor.view_as, Tensor.to}  # what its hooks do to any output
+_FSDP_HOOK_FUNCTIONS = {Tensor.view_as, Tensor.to}  # what its hooks do to any output
 # Functions that need no values; a tensor's attributes need none either.
-_ASKED = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point}
+_METADATA_FUNCTIONS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point}
 
 
 def _refuse(call: HeadCall) -> Tensor:
@@ -36,12 +36,12 @@ class UncomputedLogits(Tensor):
     """The logits [s, b, V/tp] of one head call on their way to the fused loss: a tensor without storage.
 
     They remember a factor (MuP), and know the largest logit after an MTP loss. Anything else that needs values gets
-    `instead(call)`, which raises by default.
+    `on_read(call)`, which raises by default.
     """
 
     @staticmethod
     def __new__(cls, call: HeadCall, *_: Any, loss: Tensor | None = None):
-        batch, sequence = call.tokens
+        batch, sequence = call.batch_and_sequence
         return Tensor._make_wrapper_subclass(
             cls,
             (sequence, batch, call.columns),
@@ -51,9 +51,9 @@ class UncomputedLogits(Tensor):
             requires_grad=call.with_gradient and call.hidden.requires_grad and loss is None,
         )
 
-    def __init__(self, call: HeadCall, instead: Callable[[HeadCall], Tensor] = _refuse, *, loss: Tensor | None = None):
-        self.call, self._instead = call, instead
-        self.largest: tuple[Tensor, Tensor] | None = None  # logit and id, [s, b], after a loss with telemetry
+    def __init__(self, call: HeadCall, on_read: Callable[[HeadCall], Tensor] = _refuse, *, loss: Tensor | None = None):
+        self.call, self._on_read = call, on_read
+        self.max_and_argmax: tuple[Tensor, Tensor] | None = None  # logit and id, [s, b], after a loss with telemetry
         self.loss = loss  # [b, s], if it was computed in the head's call; as FSDP's hooks return it
 
     def compute_loss(
@@ -93,7 +93,7 @@ class UncomputedLogits(Tensor):
             del options["logits_cache_bytes"]
             losses, out = self.call.run(linear_token_losses, labels, promise, loss, **options)
         if telemetry and out.max_logit is not None and out.argmax is not None:
-            self.largest = swap(out.max_logit), swap(out.argmax)
+            self.max_and_argmax = transpose_batch_sequence(out.max_logit), transpose_batch_sequence(out.argmax)
         return reduced(losses, reduction, labels != IGNORE_INDEX)
 
     @classmethod
@@ -105,17 +105,17 @@ class UncomputedLogits(Tensor):
     def _run(cls, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a torch function that has such logits among its arguments."""
         logits = args[0] if args and isinstance(args[0], cls) else None
-        if logits is not None and logits.loss is not None and func in _OF_FSDP:
+        if logits is not None and logits.loss is not None and func in _FSDP_HOOK_FUNCTIONS:
             return logits
-        if logits is not None and logits.loss is None and func in _SCALE and isinstance(args[1], int | float):
-            return cls(logits.call.scaled(args[1]), logits._instead)
+        if logits is not None and logits.loss is None and func in _MUL_FUNCTIONS and isinstance(args[1], int | float):
+            return cls(logits.call.scaled(args[1]), logits._on_read)
         # Megatron's MTP acceptance metrics ask for the predicted token after the loss.
-        if logits is not None and logits.largest is not None and (len(args), kwargs) == (1, {"dim": -1}):
+        if logits is not None and logits.max_and_argmax is not None and (len(args), kwargs) == (1, {"dim": -1}):
             if func in _MAX:
-                return logits._largest_of_shard(*logits.largest)
+                return logits._largest_of_shard(*logits.max_and_argmax)
             if func in _ARGMAX:
-                return logits.largest[1]
-        if func in _ASKED or func.__name__ == "__get__":
+                return logits.max_and_argmax[1]
+        if func in _METADATA_FUNCTIONS or func.__name__ == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return cls.__torch_dispatch__(func, (), args, kwargs)
@@ -126,7 +126,7 @@ class UncomputedLogits(Tensor):
 
     @classmethod
     def _computed(cls, x: Any) -> Any:
-        return x._instead(x.call) if isinstance(x, cls) else x
+        return x._on_read(x.call) if isinstance(x, cls) else x
 
     def _largest_of_shard(self, value: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
         """Return this shard's largest logit and its local id, [s, b]; -inf where another shard has the largest."""

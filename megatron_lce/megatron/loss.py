@@ -12,7 +12,7 @@ from megatron_lce.core.collectives import is_captured
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX
-from megatron_lce.megatron.head_call import HeadCall, version_of
+from megatron_lce.megatron.head_call import HeadCall, tensor_version
 from megatron_lce.megatron.heads import freed_reasons, is_freed, weight_reasons
 from megatron_lce.megatron.logits import UncomputedLogits
 from megatron_lce.megatron.reasons import warn_on_one_rank
@@ -41,7 +41,7 @@ class FusedLoss(ReplacedHead):
         self._labels: Tensor | None = None  # [b, s] of this pass
         self._labels_version = 0
         self._refused: ValueError | None = None  # what is wrong with this pass's mask: all ranks raise it with the loss
-        self._not_used: str | None = None  # why the head last gave Megatron's logits although there are labels
+        self._fallback_reason: str | None = None  # why the head last gave Megatron's logits although there are labels
 
     def options_now(self) -> dict[str, Any]:
         """Return the loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
@@ -49,26 +49,30 @@ class FusedLoss(ReplacedHead):
 
     @eager
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **of_loss: Any
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **loss_kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return uncomputed logits; the loss, if the call asks for it; or Megatron's own logits."""
-        wants_loss = of_loss.get("output_cross_entropy_loss", False)
+        wants_loss = loss_kwargs.get("output_cross_entropy_loss", False)
         if not self.in_pass and not wants_loss:  # other models may share the head
-            return self.previous("forward")(input_, weight, runtime_gather_output, **of_loss)
+            return self.previous_method("forward")(input_, weight, runtime_gather_output, **loss_kwargs)
         weight_used = self.head.weight if weight is None else weight
-        self._not_used = reason = self._why_megatron(weight_used, wants_loss, runtime_gather_output)
+        self._fallback_reason = reason = self._fallback_reason_for(weight_used, wants_loss, runtime_gather_output)
         if reason is not None:
             if wants_loss:
                 self._leave_to_megatron(reason)
             elif reason is _NO_LABELS and self.language_model.training and torch.is_grad_enabled():
                 self._warn_once(reason)
-            return type(self.head).forward(self.head, input_, weight, runtime_gather_output, **of_loss)
+            return type(self.head).forward(self.head, input_, weight, runtime_gather_output, **loss_kwargs)
         logits = UncomputedLogits(HeadCall(self.head, input_, weight))
-        if of_loss.pop("output_cross_entropy_loss", False):
-            return self._loss(logits, **of_loss)
+        if loss_kwargs.pop("output_cross_entropy_loss", False):
+            return self._loss(logits, **loss_kwargs)
         return self._with_loss(logits) if is_freed(self.head, weight_used) else (logits, None)
 
-    def _why_megatron(self, weight: Tensor, wants_loss: bool, gathers: bool | None) -> str | None:
+    def _fallback_reason_for(self, weight: Tensor, wants_loss: bool, gathers: bool | None) -> str | None:
         """Return why Megatron's own head serves this call; None: the loss is fused."""
         if self._wants_logits and not wants_loss:
             return _NO_LABELS
@@ -114,11 +118,11 @@ class FusedLoss(ReplacedHead):
     @eager
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         if not isinstance(logits, UncomputedLogits):
-            reason = self._not_used or self._why_replaced() or _OTHER_LOGITS
+            reason = self._fallback_reason or self._why_replaced() or _OTHER_LOGITS
             self._leave_to_megatron(reason)
             return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
         if logits.loss is not None:
-            if labels is not self._labels or version_of(labels) != self._labels_version:
+            if labels is not self._labels or tensor_version(labels) != self._labels_version:
                 raise RuntimeError(
                     "labels must be the tensor that the model was called with, unchanged: under FSDP the loss is "
                     "computed in the output layer's call"
@@ -147,10 +151,10 @@ class FusedLoss(ReplacedHead):
 
         Megatron shifts labels and mask alike for its MTP losses.
         """
-        self._not_used = self._mtp_mask = self._refused = None
+        self._fallback_reason = self._mtp_mask = self._refused = None
         labels = self._masked_labels(given)
         self._wants_logits = labels is None and takes_labels
-        self._labels, self._labels_version = labels, 0 if labels is None else version_of(labels)
+        self._labels, self._labels_version = labels, 0 if labels is None else tensor_version(labels)
         return labels if labels is not given.get("labels") else None
 
     def _masked_labels(self, given: dict[str, Any]) -> Tensor | None:

@@ -26,7 +26,7 @@ class ReplacedHead:
     """Replaces an output layer's forward and a model's loss, and follows the model's forward passes.
 
     A subclass has methods of these two names. `forward` of LinearCrossEntropyModule, of Megatron's dev branch, also
-    takes `of_loss`: with `output_cross_entropy_loss` it returns the loss for the labels, reduction and ignore_index
+    takes `loss_kwargs`: with `output_cross_entropy_loss` it returns the loss for the labels, reduction and ignore_index
     given there.
     """
 
@@ -61,7 +61,7 @@ class ReplacedHead:
             self._undo()
             raise
 
-    def previous(self, name: str) -> Callable:
+    def previous_method(self, name: str) -> Callable:
         """Return what the method of this name was before."""
         module, original = self._modules[name], self._originals[name]
         return MethodType(getattr(type(module), name), module) if original is None else original
