@@ -190,6 +190,7 @@ OF_JSD = [
     *jsd("all kinds, known weights, SP, blocks", BETWEEN, kinds=KINDS, **BLOCKS, **SP, **KNOWN, **STUDENT),
     *jsd("tv, NaN in one shard of the teacher's weight", BETWEEN, kinds=("tv",), change=nan_in_one_teacher_column),
     *jsd("pending tensors", BETWEEN, pending=True, **PER_TOKEN, **KNOWN),
+    *jsd("pending tensors of each token", BETWEEN, pending=True, kinds=("forward_kl", "tv"), **PER_TOKEN, **SOME),
     *jsd("no tokens", BETWEEN, shape=(0, 3)),
     *jsd("no tokens, sequence parallel", 0, BETWEEN, shape=(0, 3), **SP),
     *jsd("blocks of tokens", BETWEEN, shape=(144,), shards=sizes(130), workspace_bytes=2**16),

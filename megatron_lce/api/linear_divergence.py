@@ -182,6 +182,7 @@ def _prepared(
     own = {keyword: given.pop(keyword, default) for keyword, default in _OWN.items()}
     kinds, labels, beta = given.pop("kinds"), given.pop("labels", None), own["beta"]
     teacher_hidden, teacher_weight = waited(teacher_hidden), waited(teacher_weight)
+    own["teacher_temperature"] = waited(own["teacher_temperature"])
     options = Options(entropy=False, **{key: value for key, value in given.items() if key in _SHARED})
     described = {
         **own,
@@ -223,9 +224,10 @@ def _prepared(
         validation.require(has_labels, "labels", "be given for return_student", None)
         if of_loss is not None:
             check_loss(*of_loss, shape, device)
-        elif labels is None:
-            labels = checks.hidden.new_full(shape, int(options.ignore_index == 0), dtype=torch.int64)
-        checks.rest(labels)
+        no_labels = None  # `checks` has those that were given
+        if labels is None and of_loss is None:
+            no_labels = checks.hidden.new_full(shape, int(options.ignore_index == 0), dtype=torch.int64)
+        checks.rest(no_labels)
         for role, of in (("student", "temperature"), ("teacher", "teacher_temperature")):
             of = of if own.get(of) is not None else "temperature"
             numbers = own[f"{role}_logits_scale"], own[f"{role}_softcap"], own.get(of, options.temperature)
