@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_lce import capture_lm_head
+from megatron_lce import StoredHead, capture_lm_head
 from tests import megatron_world
 from tests.jsd_oracle import jsd_of_products
 from tests.megatron_world import BATCH, SEQUENCE
@@ -159,3 +159,43 @@ def test_mistakes_raise(device, tensors, labels):
         captured(model, tensors)
     with capture_lm_head(model) as head:  # the MTP losses alone roll over ranks
         pass
+
+
+def test_the_expected_number_of_accepted_tokens_trains_end_to_end(device, tensors, labels):
+    """Over two depths, coupled in torch from total variations per token, against fp64."""
+    model = megatron_world.build(device, mtp_layers=2)
+    labels = torch.where(labels % 7 == 0, -100, labels)
+    *logits, main = native_logits(model, tensors, labels.clamp(min=0))
+    head = captured(model, tensors)
+    chain = head.chain_mask(labels)
+    kept = [1 - one.linear_divergence(head, kinds=("tv",), labels=labels, backend="torch").tv for one in head.mtp_heads]
+    accepted = torch.stack(kept).cumprod(0).sum(0)[chain].mean()
+    exact_kept = []
+    for depth, own in enumerate(logits, 1):
+        p, q = own.double().softmax(-1), later(main.detach().double(), depth, 0.0).softmax(-1)
+        exact_kept.append(torch.minimum(p, q).sum(-1))
+    exact = torch.stack(exact_kept).cumprod(0).sum(0)[chain].mean()
+    assert 0 < chain.sum() < labels.numel()
+    torch.testing.assert_close(accepted.double(), exact, rtol=1e-6, atol=1e-6)
+    megatron_world.assert_gradients(model, -accepted, megatron_world.gradients(model, -exact))
+
+
+def test_a_teacher_of_stored_hidden_states(device, tensors, labels):
+    """The main head's own, stored, teach the MTP heads as the captured head does; a mistake names the argument."""
+    model = megatron_world.build(device, mtp_layers=1)
+    head = captured(model, tensors)
+    stored = StoredHead(head.hidden.detach().transpose(0, 1), head.weight)
+    (mtp_head,), options = head.mtp_heads, {"kinds": ("tv", "jsd"), "labels": labels, "backend": "torch"}
+    for teacher_logits_scale in (1.0, 0.5):
+        options["teacher_logits_scale"] = teacher_logits_scale
+        expected, actual = (mtp_head.linear_divergence(teacher, **options) for teacher in (head, stored))
+        assert torch.equal(actual.tv, expected.tv)
+        assert torch.equal(actual.jsd, expected.jsd)
+    for wrong, message in (
+        (stored._replace(hidden=stored.hidden[:, 1:]), r"teacher_head.hidden must have the student's tokens \[b, s\]"),
+        (stored._replace(hidden=[1]), "teacher_head.hidden must be a torch.Tensor, got list"),
+        (stored._replace(weight=stored.weight[1:]), "teacher_weight must hold as many rows"),
+        ((stored.hidden, stored.weight), "teacher_head must be a captured head or a StoredHead, got tuple"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            mtp_head.linear_divergence(wrong, **options)
