@@ -78,7 +78,7 @@ def linear_divergence(
         teacher_hidden: [..., H_teacher] for the same tokens; size and dtype may differ from the student's.
         teacher_weight: [V_local, H_teacher] of its dtype, the same rows of the same vocabulary.
         kinds: "forward_kl", "reverse_kl", "tv" and "jsd" (Agarwal et al., On-Policy Distillation of Language Models,
-            2024), at least one; each further one costs less than 2 %.
+            2024), at least one; all are computed from the same products.
         labels: int64, one a token (under `sequence_parallel` the full [s, ...]): they say which rows are ignored
             (`None`: none), and `return_student` returns their logprobs.
         beta: 0.5; weight of the teacher in the mixture of "jsd", in [0, 1]. 0 is forward KL and 1 reverse KL (the
