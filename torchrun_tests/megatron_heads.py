@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 
-from megatron_lce import capture_lm_head, compat, enable_fused_linear_ce
+from megatron_lce import StoredHead, capture_lm_head, compat, enable_fused_linear_ce
 from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
 from tests.jsd_oracle import jsd_of_products
@@ -65,7 +65,16 @@ def check_mtp_capture(case: cases.Case, device: torch.device, report: harness.Re
     def of_heads(model: nn.Module) -> list[Tensor]:
         with capture_lm_head(model, mtp="capture") as head:
             model(*inputs)
-        return [one.linear_jsd(head, labels=labels, ignore_index=-1, temperature=COLD) for one in head.mtp_heads]
+        options = {"labels": labels, "ignore_index": -1, "temperature": COLD}
+        hidden = head.hidden.detach()
+        if head.sequence_parallel:
+            hidden = mappings.gather_from_sequence_parallel_region(hidden)
+        stored = StoredHead(hidden.transpose(0, 1), head.weight)
+        for depth, one in enumerate(head.mtp_heads, 1):
+            both = [one.linear_divergence(teacher, **options) for teacher in (head, stored)]
+            same = all(torch.equal(getattr(both[0], kind), getattr(both[1], kind)) for kind in ("forward_kl", "tv"))
+            report.check(f"{case.name}: a stored teacher of depth {depth}", same, "")
+        return [one.linear_jsd(head, **options) for one in head.mtp_heads]
 
     def of_logits(model: nn.Module) -> list[Tensor]:
         seen: list[Tensor] = []
