@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --repeat 'torch: Case(...)'
     torchrun --nproc-per-node 1 torchrun_tests/run_fuzz.py --device cuda --seconds 300   # the kernels, on one rank
 
-Three ranks are a team, or fewer where there are no more; its first has hypothesis draw the cases of `fuzz_cases.py`,
-and shrink those that fail, the others run what it broadcasts. Every team searches everywhere, from a seed of its own.
+Three ranks are a team, or two or one where the ranks do not divide into threes; its first has hypothesis draw the cases
+of `fuzz_cases.py`, and shrink those that fail, the others run what it broadcasts. Every team searches everywhere, from
+a seed of its own.
 Of a failure the smallest case is printed as --repeat takes it.
 """
 
@@ -228,10 +229,9 @@ def main() -> None:
     arguments = parse_arguments()
     device = device_of_rank(arguments.device)
     harness.start(device)
-    size = min(dist.get_world_size(), MOST_RANKS)
-    num_teams, rest = divmod(dist.get_world_size(), size)
-    if rest:
-        raise SystemExit(f"run_fuzz.py needs a multiple of {size} ranks, got {dist.get_world_size()}")
+    world_size = dist.get_world_size()
+    size = max(size for size in range(1, MOST_RANKS + 1) if world_size % size == 0)
+    num_teams = world_size // size
     team = make_team(size, device)
     if arguments.repeat:
         harness.end(repeat(arguments.repeat, team))
