@@ -2,8 +2,9 @@
 
     python torchrun_tests/run_failures.py --device cpu [--ranks 3] [--timeout 60]
 
-No torchrun, which would end the others itself. Without a peer a collective of gloo fails at once, and NCCL's after the
-timeout of the process group; with `TORCH_NCCL_DUMP_ON_TIMEOUT`, torch's default, a minute later still.
+No torchrun, which would end the others itself. Without a peer a collective of gloo fails at once. NCCL's watchdog
+notices after the timeout of the process group, and waits for debug dumps before it ends the process: four times
+`TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC`, by default a minute.
 """
 
 import multiprocessing
@@ -24,7 +25,7 @@ import torch.distributed as dist
 import megatron_lce
 from scripts.ranks import device_of_rank
 
-GRACE_SECONDS = 60  # to start, and to notice
+GRACE_SECONDS = 90  # to start, to notice and to end
 WAYS = ("killed in forward", "killed in backward", "raises in forward", "raises in backward")
 
 
@@ -32,6 +33,7 @@ def train(way: str, seconds: int, device: str, world: dict[str, int | str], fold
     """Two steps of a head over all ranks; the last rank fails in front of a collective of the second one."""
     rank, ranks = int(world["RANK"]), int(world["WORLD_SIZE"])
     os.environ.update({name: str(value) for name, value in world.items()}, TORCH_NCCL_DUMP_ON_TIMEOUT="0")
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
     os.dup2(os.open(folder.parent / f"{folder.name}.{rank}.log", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     torch.set_num_threads(1)
     on = device_of_rank(device)
