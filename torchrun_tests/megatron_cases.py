@@ -111,6 +111,7 @@ def gpt_options(case: Case) -> megatron_runtime.GptOptions:
     return megatron_runtime.GptOptions(
         num_layers=case.stages * (2 if case.virtual_pipeline else 1),  # one on each stage
         hidden_size=case.hidden_size,
+        num_heads=max(4, case.tensor_parallel),
         vocab_size=VOCAB_SIZE,
         tied=case.tied,
         mtp_layers=1 if case.mtp else 0,

@@ -57,6 +57,8 @@ FURTHER_CASES = [
     cases.Case(sequence_parallel=True, pipeline=True, main_grad=True, masked=True, known=True),
     cases.Case(tensor_parallel=4, masked=True, known=True),
     cases.Case(tensor_parallel=4, tied=True, sequence_parallel=True, known=True),
+    cases.Case(tensor_parallel=8, masked=True),
+    cases.Case(tensor_parallel=8, tied=True, sequence_parallel=True, masked=True, known=True),
 ]
 IN_BF16 = [
     cases.Case(),
