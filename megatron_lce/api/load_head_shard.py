@@ -40,7 +40,7 @@ def load_head_shard(
 
     Raises:
         ImportError: safetensors is not installed.
-        FileNotFoundError: no such checkpoint, or no safetensors in it.
+        FileNotFoundError: the checkpoint does not exist, or holds no safetensors files.
         TypeError, ValueError: an argument is not as described; no head, several, or one of another dtype.
     """
     check_integer("ranks", ranks, minimum=1)

@@ -211,7 +211,7 @@ def _refusal(settings: dict[str, Any], modules: list[nn.Module]) -> Exception | 
         require(settings["z_loss"] >= 0, "z_loss", "be at least 0", settings["z_loss"])
         check_fraction("label_smoothing", settings["label_smoothing"])
         if terms_of(settings) and not settings["use_fused_linear_ce"]:
-            raise ValueError(f"{terms_of(settings)} must be 0 where {_OFF}: Megatron's own loss has no such term")
+            raise ValueError(f"{terms_of(settings)} must be 0 where {_OFF}: Megatron's own loss does not have it")
         is_captured = any(isinstance(owner, CapturingHead) for owner in owners_on(*modules))
         if settings["use_fused_linear_ce"] and is_captured:
             raise RuntimeError("capture_lm_head is open on this model: enable before or after it")

@@ -165,7 +165,7 @@ def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
     chosen: Any = getattr(language_model, "vocab_parallel_cross_entropy", None)
     if chosen is not None:
         name = _name_of(getattr(chosen, "func", chosen))
-        reasons[f"the model was built with a cross-entropy of its own, {name}"] = not name.startswith("megatron.core.")
+        reasons[f"the model was built with another cross-entropy, {name}"] = not name.startswith("megatron.core.")
     return tuple(reason for reason, holds in reasons.items() if holds)
 
 

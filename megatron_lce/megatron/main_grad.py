@@ -88,7 +88,7 @@ def main_grad_sink(weight: Tensor, head: ColumnParallelLinear) -> MainGradSink |
 
     There is none without `gradient_accumulation_fusion`; if `main_grad` is not fp32, as slabs are; if H is not a
     multiple of 8, because the weight is then copied; under Megatron-FSDP, which allocates `main_grad` anew in each
-    backward pass; and under GTP, whose `main_grad` is that of a shard.
+    backward pass; and under GTP, where `main_grad` belongs to a shard.
     """
     if is_gtp_sharded(head):
         return None

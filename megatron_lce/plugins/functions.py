@@ -67,7 +67,7 @@ def parameters_of(function: Any) -> tuple[str, ...]:
 
 
 def parameters_in(code: CodeType, path: str) -> tuple[str, ...] | None:
-    """As `parameters_of`, of a function in a module's or class's code. None: no such name, (): not defined there."""
+    """As `parameters_of`, of a function in a module's or class's code. None: unknown, (): defined elsewhere."""
     name, _, inside = path.partition(".")
     found = [inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name == name]
     if not found:
@@ -78,7 +78,7 @@ def parameters_in(code: CodeType, path: str) -> tuple[str, ...] | None:
 
 
 def code_of(framework: str, module: str) -> CodeType | None:
-    """Returns a module's top-level code, without importing it or its packages; None if there is no such module."""
+    """Returns a module's top-level code, without importing it or its packages; None if it does not exist."""
     package = importlib.util.find_spec(framework)
     if package is None:
         raise ImportError(f"megatron_lce's plugin needs {framework}, which is not installed")
