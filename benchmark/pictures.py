@@ -8,13 +8,13 @@ from benchmark.results import extra_gib, measured
 
 BLUE, ORANGE, GREY, DARK = "#2563eb", "#d97706", "#9ca3af", "#4b5563"
 STEPS = {  # of a whole step: name and colour
-    "native": ("Megatron", GREY),
+    "native-fused": ("Megatron, fused\ncross-entropy", GREY),
     "te": ("Megatron, with\nTransformerEngine's loss", DARK),
     "ours": ("megatron-lce", BLUE),
     "ours-known": ("megatron-lce,\nknown_loss=True", ORANGE),
 }
 MASKED_STEPS = {
-    "native": STEPS["native"],
+    "native-fused": STEPS["native-fused"],
     "te": STEPS["te"],
     "ours-skip": ("megatron-lce, masked\ntokens skipped", BLUE),
     "ours-known-skip": ("... and\nknown_loss=True", ORANGE),
@@ -24,23 +24,24 @@ MASKED_STEPS = {
 def step(document: dict) -> Any:
     """Transient memory and time of a training step, with every token in the loss and with 60 % masked."""
     figure, axes = _figure(2, 2, (9, 5.4))
+    tp = max(x["tp"] for x in document["steps"])
     cases = {"every token in the loss": (0.0, STEPS), "60 % of the tokens masked": (0.6, MASKED_STEPS)}
     for row, (title, (masked, ways)) in zip(axes, cases.items(), strict=True):
-        records = {x["variant"]: x for x in measured(document, "steps", masked=masked, tokens=8192)}
+        records = {x["variant"]: x for x in measured(document, "steps", tp=tp, masked=masked, tokens=16384)}
         bars = [(*ways[name], records[name]) for name in ways if name in records]
         memory = [(name, color, x["peak_mib"] / 1024, f"{x['peak_mib'] / 1024:.1f} GiB") for name, color, x in bars]
         _bars(row[0], f"Transient memory, {title}", memory)
         times = [(name, color, x["time_ms"], f"{x['time_ms']:.0f} ms") for name, color, x in bars]
         _bars(row[1], f"Time, {title}", times)
         row[1].set_yticklabels([])
-    figure.suptitle("One training step: four Qwen3-8B-size layers, 8,192 tokens, bf16, one GPU", fontsize=11)
+    figure.suptitle(f"One training step, TP={tp}: four Qwen3-8B-size layers, 16,384 tokens, bf16", fontsize=11)
     return figure
 
 
 def masked(document: dict) -> Any:
     """Time of a training step over the share of masked tokens."""
     figure, ((axis,),) = _figure(1, 1, (8, 3.8))
-    ways = {"native-fused": ("Megatron, fused cross-entropy", GREY), "te": STEPS["te"]}
+    ways = {name: STEPS[name] for name in ("native-fused", "te")}
     ways |= {"ours-skip": STEPS["ours"], "ours-known-skip": STEPS["ours-known"]}
     lines = []
     for name, (title, color) in ways.items():
@@ -139,11 +140,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 PICTURES: dict[str, tuple[str, Callable[[dict], Any]]] = {  # the results' file, and what draws it
-    "step": ("steps_h200", step),
-    "masked": ("steps_h200", masked),
-    "memory": ("memory_h200", memory),
-    "distillation": ("jsd_h200", distillation),
-    "training": ("training_h200", training),
+    "step": ("steps_tp", step),
+    "masked": ("steps", masked),
+    "memory": ("memory", memory),
+    "distillation": ("jsd", distillation),
+    "training": ("training", training),
 }
 
 

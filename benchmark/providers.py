@@ -11,7 +11,6 @@ Our own (benchmark.ours) take all inputs instead, as `step(inputs, mode)`: some 
 Peers are imported when they are asked for and only then; one that is not installed is reported, never dropped.
 """
 
-import functools
 import importlib
 import importlib.util
 import sys
@@ -76,7 +75,7 @@ def _group_of_all() -> ProcessGroup:
     return dist.group.WORLD
 
 
-def _logits(hidden: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
     """By Megatron's product, which gathers hidden from the ranks of a sequence-parallel group."""
     from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
@@ -97,7 +96,7 @@ def _load_megatron() -> Head:
     group = _group_of_all()
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        losses = fused_vocab_parallel_cross_entropy(_logits(hidden, weight, group), labels, group)
+        losses = fused_vocab_parallel_cross_entropy(logits_of(hidden, weight, group), labels, group)
         return as_mode(mode, -losses, None)
 
     return head
@@ -107,7 +106,7 @@ def _load_te(overwrite_input: bool = False) -> Head:
     cross_entropy, group = te_loss.load(overwrite_input=overwrite_input), _group_of_all()
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        logits = hidden @ weight.T if group.size() == 1 else _logits(hidden, weight, group)
+        logits = hidden @ weight.T if group.size() == 1 else logits_of(hidden, weight, group)
         losses = cross_entropy(logits[None], labels[None], group)
         return as_mode(mode, -losses.squeeze(0), None)
 
@@ -126,22 +125,25 @@ def _load_liger() -> Head:
     return head
 
 
-@functools.cache
-def load_verl_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
-    """verl's `linear_cross_entropy(hidden, weight, labels, temperature, reduction, group) -> (logprobs, entropy)`.
+def load_verl(module: str) -> types.ModuleType:
+    """A module of `verl.utils`, without importing verl, which pulls in Ray and more.
 
-    `import verl` pulls in Ray and more; the kernel's modules need only each other, so `verl` and `verl.utils` are
-    entered into `sys.modules` as bare packages that point at the installed folders.
+    Its folders are entered into `sys.modules` as bare packages that point at the installed ones.
     """
-    spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError("No module named 'verl'")
-    folder = spec.submodule_search_locations[0]
-    for name, path in (("verl", folder), ("verl.utils", f"{folder}/utils")):
-        package = types.ModuleType(name)
-        package.__path__ = [path]
-        sys.modules.setdefault(name, package)
-    return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    if "verl" not in sys.modules:
+        spec = importlib.util.find_spec("verl")
+        if spec is None or not spec.submodule_search_locations:
+            raise ModuleNotFoundError("No module named 'verl'")
+        for name in ("", "/utils", "/utils/megatron"):
+            package = types.ModuleType(f"verl{name}".replace("/", "."))
+            package.__path__ = [spec.submodule_search_locations[0] + name]
+            sys.modules[package.__name__] = package
+    return importlib.import_module(f"verl.utils.{module}")
+
+
+def load_verl_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
+    """verl's `linear_cross_entropy(hidden, weight, labels, temperature, reduction, group) -> (logprobs, entropy)`."""
+    return load_verl("kernel.linear_cross_entropy").linear_cross_entropy
 
 
 def _load_verl() -> Head:

@@ -1,9 +1,9 @@
 """Tables and pictures of README and docs, from committed results: `python -m benchmark.publish` writes all of them.
 
-A page has a table's place between `<!-- table: NAME -->` and `<!-- end -->`; NAME is an entry of `TABLES`, or
-`commands`, those that made the results. Pictures go to docs/images/NAME.png; NAME is an entry of `PICTURES`. Each entry
-names its file of benchmark/results. To publish a new measurement, commit its JSON and run this program;
-`tests/test_docs.py` fails if a page differs from its results.
+A page has a table's place between `<!-- table: NAME -->` and `<!-- end -->`; NAME is an entry of `TABLES`, or of
+`UNMEASURED`. Pictures go to docs/images/NAME.png; NAME is an entry of `PICTURES`. Each entry names its file of
+benchmark/results; without that file, what stands there stays. To publish a new measurement, commit its JSON and run
+this program; `tests/test_docs.py` fails if a page differs from its results.
 """
 
 import argparse
@@ -19,6 +19,9 @@ from typing import Any
 
 from benchmark import pictures
 from benchmark.results import extra_gib, grouped, load, measured, products_ms
+from benchmark.shapes import NAMED_SHAPES
+from megatron_lce.command.estimate import estimate_table, verdict
+from megatron_lce.command.head_memory import FUSED, KNOWN_LOSS, OURS, TE, HeadStep
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmark" / "results", ROOT / "docs" / "images"
@@ -33,7 +36,6 @@ STEPS = {
     "native-fused": "Megatron, fused cross-entropy",
     "te": "Megatron, TransformerEngine's cross-entropy",
     "te-overwrite": "Megatron, TransformerEngine's cross-entropy, `overwrite_input=True`",
-    "te-old": "Megatron, TransformerEngine's cross-entropy up to 2.17",
     "ours": "megatron-lce",
     "ours-known": "megatron-lce, `known_loss=True`",
     "ours-cached": "megatron-lce, all logits cached",
@@ -55,10 +57,15 @@ HEADS = {
 JSD_HEADS = {
     "compile": "torch.compile",
     "ours": "`linear_jsd`",
-    "ours-weights-1024": "`linear_jsd`, `token_weights`",  # of 0.2.0
     "ours-3": "`linear_divergence`, three kinds",
     "ours-loss-1024": "`linear_divergence_loss`",
     "ours-3-loss-1024": "`linear_divergence_loss`, three kinds",
+}
+POLICY = {
+    "verl": "verl by default, logits (`use_fused_kernels=False`)",
+    "verl-kernel": "verl's fused kernel (`use_fused_kernels=True`)",
+    "ours-skip": "verl with the plugin (`use_fused_kernels=False`)",
+    "ours-token-skip": "`linear_token_loss` in your own loop",
 }
 TRAINING = {
     "native": "Megatron, fused cross-entropy",
@@ -103,63 +110,84 @@ def step_gib(record: dict) -> str:
 
 @if_measured
 def step_both(record: dict) -> str:
-    return f"{step_ms(record)}, {step_gib(record)}"
+    return f"{record['time_ms']:.1f}, {record['peak_mib'] / 1024:.1f}"
 
 
 @if_measured
 def head_gib(record: dict) -> str:
-    return f"{extra_gib(record):.1f} GiB"
+    return f"{extra_gib(record):.1f}"
 
 
 @if_measured
 def head_both(record: dict) -> str:
-    return f"{record['time_ms']:.1f} ms, {head_gib(record)}"
+    return f"{record['time_ms']:.1f}, {head_gib(record)}"
 
 
 @if_measured
 def head_ratio(record: dict) -> str:
     """With the time over three matmuls' by cuBLAS."""
-    return f"{record['time_ms']:.1f} ms ({record['over_products']:.2f}), {head_gib(record)}"
+    return f"{record['time_ms']:.1f} ({record['over_products']:.2f}), {head_gib(record)}"
+
+
+def of_sizes(document: dict, section: str) -> list[int]:
+    """The tensor-parallel sizes of a section's records."""
+    return sorted({x["tp"] for x in document[section]})
 
 
 def first_step(document: dict) -> str:
-    """The README's: time and memory at 8,192 tokens, and the same with 60 % of them masked."""
-    names = ("native", "native-fused", "te", "ours", "ours-known", "ours-known-skip")
+    """The README's: time and memory at 16,384 tokens, and the same with 60 % of them masked."""
+    names, tp = (
+        ("native", "native-fused", "te", "ours", "ours-known", "ours-known-skip"),
+        of_sizes(document, "steps")[-1],
+    )
     columns: dict[str, Column] = {}
     for masked, suffix in ((0.0, ""), (0.6, ", 60 % masked")):
-        fields = {"tokens": 8192, "masked": masked}
+        fields = {"tp": tp, "tokens": 16384, "masked": masked}
         columns |= {f"time{suffix}": (fields, step_ms), f"transient memory{suffix}": (fields, step_gib)}
-    return table(document, "training step", "steps", "variant", {x: MASKED[x] for x in names}, columns)
+    titles = {x: MASKED[x] for x in names} | {"te": f"{STEPS['te']} \\*"}
+    return table(document, f"training step, TP={tp}", "steps", "variant", titles, columns)
 
 
 def steps(document: dict) -> str:
+    """Of 16,384 tokens, with those of several GPUs."""
+    records = document["steps"] + (result("steps_tp")["steps"] if has_result("steps_tp") else [])
+    document, columns = {"steps": records}, {}
+    for tp, (masked, suffix) in itertools.product(of_sizes(document, "steps"), ((0.0, ""), (0.6, ", 60 % masked"))):
+        columns[f"TP={tp}{suffix}"] = ({"tp": tp, "tokens": 16384, "masked": masked}, step_both)
+    return table(document, "training step: ms, GiB", "steps", "variant", STEPS, columns)
+
+
+def policy(document: dict, sizes: slice = slice(None)) -> str:
+    """The head of a policy update, with and without an entropy term."""
     columns: dict[str, Column] = {}
-    for tokens, (masked, suffix) in itertools.product((8192, 16384), ((0.0, ""), (0.6, ", 60 % masked"))):
-        columns[f"{tokens:,} tokens{suffix}"] = ({"tokens": tokens, "masked": masked}, step_both)
-    return table(document, "training step", "steps", "variant", STEPS, columns)
+    for tp, (coefficient, title) in itertools.product(
+        of_sizes(document, "policy")[sizes], ((0, "logprobs"), (0.001, "and entropy"))
+    ):
+        columns[f"TP={tp}, {title}"] = ({"tp": tp, "entropy_coeff": coefficient}, head_both)
+    return table(document, "head of a policy update: ms, GiB", "policy", "provider", POLICY, columns)
 
 
-def options(document: dict) -> str:
-    """The flag's options over the tokens of a microbatch."""
-    titles = {name: STEPS[name] for name in ("native-fused", "te", "ours", "ours-known", "ours-cached")}
-    columns = {f"{x:,} tokens": ({"tokens": x, "masked": 0.0}, step_both) for x in (8192, 16384)}
-    return table(document, "training step", "steps", "variant", titles, columns)
-
-
-def masked_steps(document: dict) -> str:
-    titles = {name: STEPS[name] for name in ("native-fused", "te", "ours-skip", "ours-known-skip")}
-    shares = sorted({x["masked"] for x in document["steps"]})
-    columns: dict[str, Column] = {
-        f"{share:.0%} masked".replace("%", " %"): ({"tokens": 8192, "masked": share}, step_both) for share in shares
-    }
-    return table(document, "training step, 8,192 tokens", "steps", "variant", titles, columns)
+def which_option() -> str:
+    """Peaks of Qwen3-8B's head, and the options of the fewest matmuls within Megatron's memory, as `estimate` says."""
+    shape, lines = NAMED_SHAPES["S1"], []
+    for tp in (1, 2, 4, 8):
+        options = {"sequence_parallel": tp > 1, "main_grad": True, "entropy": False}
+        step = partial(HeadStep, hidden_size=shape.hidden, columns=shape.vocab // tp, tp=tp, **options)
+        of_tokens = {tokens: estimate_table(step(tokens)) for tokens in (8192, 16384)}
+        peaks = {row["head"]: f"{row['peak_mib'] / 1024:.1f}" for row in of_tokens[8192]}
+        chosen = [verdict(rows).partition("Recommended: ")[2] for rows in of_tokens.values()]
+        names = ["`known_loss`" if KNOWN_LOSS in x else "full cache" if "cached" in x else "default" for x in chosen]
+        heads = (FUSED, TE, OURS, KNOWN_LOSS, f"{OURS}, all logits cached")
+        lines.append([f"TP={tp}", *(peaks[head] for head in heads), *names])
+    header = ["peak in GiB, 8,192 tokens", "Megatron, fused", "TransformerEngine's", "default", "`known_loss`"]
+    return markdown([*header, "full cache", "take", "at 16,384"], lines)
 
 
 def heads(document: dict, names: Sequence[str] = tuple(HEADS), cell: Cell = head_ratio, **shapes: str) -> str:
     columns: dict[str, Column] = {}
     for (shape, title), mode in itertools.product(shapes.items(), ("rl", "sft")):
         columns[f"{title}{mode.upper()}"] = ({"shape": shape, "mode": mode}, cell)
-    return table(document, "head", "times", "provider", {name: HEADS[name] for name in names}, columns)
+    return table(document, "ms, GiB", "times", "provider", {name: HEADS[name] for name in names}, columns)
 
 
 def errors(document: dict) -> str:
@@ -172,16 +200,10 @@ def errors(document: dict) -> str:
     return table(document, "H = 1,024, bf16", "errors", "provider", titles, columns)
 
 
-def memory(document: dict) -> str:
-    tokens = sorted({x["tokens"] for x in document["memory"]})
-    columns: dict[str, Column] = {f"{x:,}": ({"tokens": x}, head_gib) for x in tokens}
-    return table(document, "memory beyond the gradients, by tokens", "memory", "provider", HEADS, columns)
-
-
 def distillation(document: dict) -> str:
     names = {0.5: "JSD, beta 0.5", 0.0: "forward KL, beta 0", 1.0: "reverse KL, beta 1"}
     columns: dict[str, Column] = {title: ({"beta": beta}, head_both) for beta, title in names.items()}
-    return table(document, "head of student and teacher", "jsd", "provider", JSD_HEADS, columns)
+    return table(document, "ms, GiB", "jsd", "provider", JSD_HEADS, columns)
 
 
 def training(document: dict) -> str:
@@ -202,19 +224,16 @@ def training(document: dict) -> str:
     return table(document, f"{len(native['losses']):,} steps", "training", "run", TRAINING, columns)
 
 
-README_HEADS = ("megatron", "te", "compile", "verl", "ours", "ours-token-640", "ours-cached")
 TITLES = {"S1": "S1, ", "S2": "S2, ", "S3": "S3, "}
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {  # the results' file, and what makes the table
-    "first_step": ("steps_h200", first_step),
-    "steps": ("steps_h200", steps),
-    "options": ("steps_h200", options),
-    "masked_steps": ("steps_h200", masked_steps),
-    "first_heads": ("heads_h200", partial(heads, names=README_HEADS, cell=head_both, S1="")),
-    "heads": ("heads_h200", partial(heads, **TITLES)),
-    "errors": ("heads_h200", errors),
-    "memory": ("memory_h200", memory),
-    "distillation": ("jsd_h200", distillation),
-    "training": ("training_h200", training),
+    "first_step": ("steps_tp", first_step),
+    "first_policy": ("policy", partial(policy, sizes=slice(-1, None))),
+    "policy": ("policy", policy),
+    "steps": ("steps", steps),
+    "heads": ("heads", partial(heads, **TITLES)),
+    "errors": ("heads", errors),
+    "distillation": ("jsd", distillation),
+    "training": ("training", training),
 }
 
 
@@ -222,14 +241,18 @@ def result(name: str) -> dict:
     return load(RESULTS / f"{name}.json")
 
 
+def has_result(name: str) -> bool:
+    return (RESULTS / f"{name}.json").exists()
+
+
 def fill(page: str) -> str:
     """The page with its tables made anew."""
 
     def made(place: re.Match[str]) -> str:
-        if place[2] == "commands":
-            return f"{place[1]}\n{commands()}\n{place[3]}"
+        if place[2] in UNMEASURED:
+            return f"{place[1]}\n{UNMEASURED[place[2]]()}\n{place[3]}"
         file, make = TABLES[place[2]]
-        return f"{place[1]}\n{make(result(file))}\n{place[3]}"
+        return f"{place[1]}\n{make(result(file))}\n{place[3]}" if has_result(file) else place[0]
 
     return PLACE.sub(made, page)
 
@@ -250,13 +273,16 @@ def commands() -> str:
     return "```bash\n" + "".join(" \\\n".join(wrap(line)) + "\n" for line in lines) + "```\n"
 
 
+UNMEASURED = {"commands": commands, "which_option": which_option}
+
+
 def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmark" / "README.md"]
 
 
 # What tells records apart, in front of what was measured when a run prints its tables.
 KEYS = ("tp", "pp", "shape", "tokens", "hidden", "vocab", "layers", "masked", "mode", "beta", "run", "variant")
-KEYS += ("provider",)
+KEYS += ("entropy_coeff", "provider")
 NO_COLUMNS = ("status", "reason", "fastest_ms", "slowest_ms", "repeats", "losses", "order", "times_ms")
 
 
@@ -304,7 +330,7 @@ def main(argv: list[str] | None = None) -> None:
     for path in pages():
         path.write_text(fill(path.read_text()))
     for name, (file, _) in pictures.PICTURES.items():
-        if not arguments.no_pictures:
+        if has_result(file) and not arguments.no_pictures:
             print(f"Picture: {pictures.draw(name, result(file), IMAGES)}")
 
 

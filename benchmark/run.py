@@ -25,6 +25,7 @@ from scripts.ranks import device_of_rank
 
 VARIANTS = ("native", "native-fused", "te", "te-overwrite", "te-old", "ours", "ours-known", "ours-cached", "ours-skip")
 VARIANTS += ("ours-known-skip",)
+POLICY_HEADS = ("verl", "verl-kernel", "ours-skip", "ours-token-skip")
 EXTRAS = {"megatron": "megatron", "tokenizers": "scripts"}  # where pyproject.toml names a package
 
 
@@ -112,6 +113,9 @@ OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's o
     "microbatches": (count, "Microbatches of a step."),
     "lr": (float, "Largest learning rate of Adam."),
     "sequence_length": (count, "Tokens of a sequence."),
+    "policy providers": (names("a provider", POLICY_HEADS), all_of(POLICY_HEADS)),
+    "entropy_coeffs": (SHARES, "Comma-separated coefficients of the entropy; 0 leaves it out."),
+    "policy masked": (share, "Share of masked tokens."),
     "rows": (COUNTS, "Comma-separated numbers of rows of a sampler's step."),
     "vocab": (count, "Vocabulary of all ranks together."),
     "hidden": (count, "Hidden size."),
@@ -138,6 +142,10 @@ CASES = {
         "budget_ms": "150", "shape": ("8192x2048x4096x151936", "64x32x48x1000"), "betas": "0.5,0,1",
         "error_shape": ("1024x512x1024x32768", "64x32x48x1000"),
         "providers": ("ours,ours-3,ours-loss-1024,ours-3-loss-1024,compile", "ours,ours-loss-1024,eager"),
+    }),
+    "policy": Case("The head of a policy update under tensor parallelism.", "policy.measure_case", TURNS | {
+        "shapes": ("16384x4096x151936", "64x32x512"), "error_shape": ("2048x1024x32768", "32x32x512"), "tp": "1",
+        "masked": "0.6", "entropy_coeffs": "0,0.001", "providers": ("all", "ours-skip,ours-token-skip"),
     }),
     "sampler": Case("Logprobs of a sampler's few rows, replayed beside the product.", "sampler.measure_case", TURNS | {
         "rows": ("1,16,64,256,512", "1,5,16"), "hidden": ("4096", "128"), "vocab": ("151936", "1000"),

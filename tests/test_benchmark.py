@@ -175,10 +175,14 @@ def test_verl_kernel_is_found_without_importing_verl(tmp_path, monkeypatch):
     (tmp_path / "verl" / "utils" / "__init__.py").write_text("raise ImportError('ray')\n")
     (kernel / "__init__.py").write_text("")
     (kernel / "linear_cross_entropy.py").write_text("from verl.utils.device import linear_cross_entropy\n")
+    (tmp_path / "verl" / "utils" / "megatron").mkdir()
+    (tmp_path / "verl" / "utils" / "megatron" / "__init__.py").write_text("raise ImportError('ray')\n")
+    (tmp_path / "verl" / "utils" / "megatron" / "tensor_parallel.py").write_text("")
     (tmp_path / "verl" / "utils" / "device.py").write_text("linear_cross_entropy = 'kernel'\n")
     monkeypatch.syspath_prepend(tmp_path)
     with mock.patch.dict(sys.modules):
         assert providers.load_verl_kernel() == "kernel"
+        assert providers.load_verl("megatron.tensor_parallel").__name__ == "verl.utils.megatron.tensor_parallel"
 
 
 def test_printed_tables_name_the_products_once(capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmark import measure, providers, results, run, te_loss
+from benchmark import measure, providers, publish, results, run, te_loss
 from benchmark.ours import Ours
 from benchmark.shapes import Shape, make_inputs
 from tests.ranks import run_ranks
@@ -133,3 +133,22 @@ def test_heads_of_two_ranks_are_right_and_take_turns(tmp_path):
     loaded = {record["provider"]: record for record in document["providers"]}
     assert loaded["eager"]["reason"] == "runs on one rank"
     assert "eager" not in errors
+
+
+@pytest.mark.torchrun
+def test_heads_of_a_policy_update_agree(tmp_path):
+    pytest.importorskip("megatron.core")
+    output = tmp_path / "policy.json"
+    arguments = "--tp 2 --dtype fp32 --device cpu --rounds 1 --budget-ms 0 --providers all"
+    run_ranks(2, "benchmark.run", "policy", *arguments.split(), "--json", output)
+    document = json.loads(output.read_text())
+    errors = [record for record in document["policy_errors"] if record["provider"].startswith("ours")]
+    assert [(record["provider"], record["entropy_coeff"]) for record in errors] == [
+        (provider, coefficient) for coefficient in (0, 0.001) for provider in ("ours-skip", "ours-token-skip")
+    ]
+    for record in errors:
+        assert max(value for name, value in record.items() if name.endswith("_error")) < 1e-5
+    for record in document["policy"]:
+        assert record["time_ms"] > 0
+        record["peak_mib"] = record["gradients_mib"] + 1024  # for the table: a CPU has none
+    assert [line.count("|") for line in publish.policy(document).splitlines()] == [4] * 4

@@ -9,32 +9,34 @@ from benchmark import pictures, publish, results
 
 def test_a_step_that_had_no_room_is_told():
     """All committed ones had."""
-    records = [{"provider": "ours", "tokens": tokens, "status": "out of memory"} for tokens in (1, 2)]
-    assert publish.memory({"memory": records}).endswith("| megatron-lce | out of memory | out of memory |\n")
+    records = [{"provider": "ours", "mode": mode, "shape": "S1", "status": "out of memory"} for mode in ("rl", "sft")]
+    assert publish.heads({"times": records}, S1="").endswith("| megatron-lce | out of memory | out of memory |\n")
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_pictures_are_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")
-    path = pictures.draw(name, publish.result(pictures.PICTURES[name][0]), tmp_path)
+    file = pictures.PICTURES[name][0]
+    document = publish.result(file if (publish.RESULTS / f"{file}.json").exists() else "steps")
+    path = pictures.draw(name, document, tmp_path)
     assert path == tmp_path / f"{name}.png"
     assert path.stat().st_size > 10_000
     assert (publish.IMAGES / path.name).exists()
 
 
 def test_a_page_is_filled_from_committed_results():
-    page = "before\n<!-- table: options -->\nold\n<!-- end -->\nafter\n"
+    page = "before\n<!-- table: errors -->\nold\n<!-- end -->\nafter\n"
     filled = publish.fill(page)
     assert publish.fill(filled) == filled
-    assert filled == page.replace("old\n", f"\n{publish.options(publish.result('steps_h200'))}\n")
+    assert filled == page.replace("old\n", f"\n{publish.errors(publish.result('heads'))}\n")
     with pytest.raises(KeyError, match="no_such_table"):
-        publish.fill(page.replace("options", "no_such_table"))
+        publish.fill(page.replace("errors", "no_such_table"))
 
 
 def test_every_table_stands_on_a_page():
     """Where `test_docs.py` holds it against its result."""
     text = "".join(page.read_text() for page in publish.pages())
-    assert sorted(name for _, name, _ in publish.PLACE.findall(text)) == sorted([*publish.TABLES, "commands"])
+    assert sorted(name for _, name, _ in publish.PLACE.findall(text)) == sorted([*publish.TABLES, *publish.UNMEASURED])
 
 
 def test_committed_results_are_one_record_a_line():

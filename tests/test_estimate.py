@@ -39,8 +39,8 @@ def measured_steps(records):
 
 def test_heads_measured_on_one_gpu():
     """Peaks, and times within 10 %, by the rate of the matmuls in the same run."""
-    times = result("heads_h200")["times"]
-    found = list(measured_steps(times + result("memory_h200")["memory"]))
+    times = result("heads")["times"]
+    found = list(measured_steps(times + result("memory")["memory"]))
     for record, estimate, step in found:
         assert estimate(step).peak_bytes / MIB == pytest.approx(record["peak_mib"], rel=ALLOWED), record
         if record in times:
@@ -60,7 +60,7 @@ def test_steps_of_a_megatron_gpt_measured_on_one_gpu(tokens):
         "ours": (OURS, plain),
         "ours-cached": (OURS, replace(plain, logits_cache_bytes=UNLIMITED_CACHE)),
     }
-    records = [x for x in result("steps_h200")["steps"] if x["tokens"] == tokens and x["masked"] == 0]
+    records = [x for x in result("steps")["steps"] if x["tokens"] == tokens and x["masked"] == 0]
     measured = {record["variant"]: record["peak_mib"] for record in records}
     estimated = {variant: HEADS[arguments[0]](arguments[1]).peak_bytes / MIB for variant, arguments in variants.items()}
     for variant in set(variants) - {"native"}:
