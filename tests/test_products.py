@@ -1,4 +1,4 @@
-"""`own_arithmetic`: full fp32 inside, the settings as they were behind it, a range in a trace."""
+"""`full_fp32`: full fp32 inside, the settings as they were behind it, a range in a trace."""
 
 import contextlib
 

@@ -62,7 +62,7 @@ def in_the_sum(function: Callable[..., Pending]) -> Callable[..., Pending]:
 def run_planted_errors(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """In the gradient, on each rank and after the sum alike, and in the sum alone."""
     linear_cross_entropy = in_the_gradient(megatron_lce.linear_cross_entropy)
-    sums = {name: in_the_sum(getattr(collectives, name)) for name in ("start_all_reduce", "start_reduce_scatter")}
+    sums = {name: in_the_sum(getattr(collectives, name)) for name in ("all_reduce_async", "reduce_scatter_async")}
     places: dict[str, tuple[Any, dict[str, Any]]] = {
         "nowhere": (megatron_lce, {}),
         "in the gradient": (megatron_lce, {"linear_cross_entropy": linear_cross_entropy}),

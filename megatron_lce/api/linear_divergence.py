@@ -24,12 +24,12 @@ from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, f
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, shaped
 from megatron_lce.core.call import Call
-from megatron_lce.core.collectives import waited
+from megatron_lce.core.collectives import wait_if_async
 from megatron_lce.core.eager import eager
 from megatron_lce.core.jsd_heads import KINDS, Head, Kind, LinearDivergenceOutput
 from megatron_lce.core.known_loss import with_gradients
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import laid_out, own_arithmetic, product
+from megatron_lce.core.products import aligned_rows, product, without_autocast
 from megatron_lce.core.token_loss import Metrics, TokenLossFunction
 from megatron_lce.core.two_heads import TwoHeads, divergence_forward, divergences_with_gradient
 
@@ -149,11 +149,11 @@ def linear_divergence_loss(
         TypeError, ValueError, RuntimeError: as in `linear_token_loss`.
     """
     name, given = "linear_divergence_loss", {"kinds": kinds, **options, "labels": labels}
-    per_token = tuple(waited(tensor) for tensor in per_token)
+    per_token = tuple(wait_if_async(tensor) for tensor in per_token)
     of_loss = loss, per_token
     call, heads = _prepared(name, student_hidden, student_weight, teacher_hidden, teacher_weight, given, of_loss)
     with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
-    with own_arithmetic(call.hidden.device, name):
+    with without_autocast(call.hidden.device, name):
         _, summed, _ = divergence_forward(call, heads, loss, flat_per_token(call, per_token), with_gradient)
         assert summed is not None
         with torch.no_grad():
@@ -164,7 +164,7 @@ def linear_divergence_loss(
 
 
 def _divergences(call: Call, heads: TwoHeads) -> LinearDivergenceOutput:
-    with own_arithmetic(call.hidden.device, "linear_divergence forward"):
+    with without_autocast(call.hidden.device, "linear_divergence forward"):
         divergences = divergence_forward(call, heads)
     return shaped(divergences_with_gradient(divergences, call, heads), call.shape)
 
@@ -181,8 +181,8 @@ def _prepared(
     """Check the arguments, and lay them out; `of_loss`: the caller's loss and its tensors per token."""
     own = {keyword: given.pop(keyword, default) for keyword, default in _OWN.items()}
     kinds, labels, beta = given.pop("kinds"), given.pop("labels", None), own["beta"]
-    teacher_hidden, teacher_weight = waited(teacher_hidden), waited(teacher_weight)
-    own["teacher_temperature"] = waited(own["teacher_temperature"])
+    teacher_hidden, teacher_weight = wait_if_async(teacher_hidden), wait_if_async(teacher_weight)
+    own["teacher_temperature"] = wait_if_async(own["teacher_temperature"])
     options = Options(entropy=False, **{key: value for key, value in given.items() if key in _SHARED})
     described = {
         **own,
@@ -234,8 +234,8 @@ def _prepared(
             validation.check_quotients(*numbers, f"{role}_", of)
     call = replace(checks.call(), product=product)
     step, temperature = 16 // teacher_hidden.element_size(), own["teacher_temperature"]
-    hidden = laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step)
-    weight = laid_out(teacher_weight.detach().contiguous(), step)
+    hidden = aligned_rows(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step)
+    weight = aligned_rows(teacher_weight.detach().contiguous(), step)
     heads = TwoHeads(
         student=Head(call.hidden, call.weight, float(own["student_logits_scale"]), own["student_softcap"]),
         teacher=Head(hidden, weight, float(own["teacher_logits_scale"]), own["teacher_softcap"]),

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_lce.api.keywords import HeadGradientOptions
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
-from megatron_lce.core.collectives import waited
+from megatron_lce.core.collectives import wait_if_async
 from megatron_lce.core.eager import eager
 from megatron_lce.core.single_ids import LogitsAtFunction, ids_of_offsets, ids_of_rows
 
@@ -44,7 +44,7 @@ def linear_logits_at(
         TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in backward with `create_graph=True`.
     """
-    name, ids, offsets = "linear_logits_at", waited(ids), waited(offsets)
+    name, ids, offsets = "linear_logits_at", wait_if_async(ids), wait_if_async(offsets)
     own = {"ids": ids, "offsets": type(offsets).__name__}
     call_options = keyword_options(options, HeadGradientOptions, entropy=False)
     with checked_together(name, hidden, weight, None, call_options, own=own) as checks:

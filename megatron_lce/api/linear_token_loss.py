@@ -16,11 +16,11 @@ from megatron_lce.api.keywords import TokenLossOptions
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, shaped
 from megatron_lce.core.call import Call
-from megatron_lce.core.collectives import is_captured, waited
+from megatron_lce.core.collectives import is_cuda_graph_capturing, wait_if_async
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import own_arithmetic
+from megatron_lce.core.products import without_autocast
 from megatron_lce.core.token_loss import Metrics, TokenLossFunction, known_losses, token_losses
 
 _seen: set[frozenset[Any]] = set()  # code of losses that the host has checked to be per-token
@@ -87,7 +87,7 @@ def linear_token_loss(
             also if a token's loss depends on others.
         RuntimeError: in a second backward, because the first scales the gradients in place.
     """
-    per_token = tuple(waited(tensor) for tensor in per_token)
+    per_token = tuple(wait_if_async(tensor) for tensor in per_token)
     name = "linear_token_loss"
     with checked_together(name, hidden, weight, labels, keyword_options(options, TokenLossOptions)) as checks:
         if "logits_cache_bytes" in options:
@@ -98,7 +98,7 @@ def linear_token_loss(
         checks.rest()
     call = checks.call()
     total, results = token_losses(name, call, loss, flat_per_token(call, per_token))
-    with torch.no_grad(), own_arithmetic(hidden.device, name):
+    with torch.no_grad(), without_autocast(hidden.device, name):
         unless_nan = check_tokens_apart(loss, *results.sample())
     # A factor of NaN makes the gradients NaN, too, because backward multiplies the upstream gradient by it.
     return TokenLoss(total * unless_nan, *shaped((results.outputs, results.metrics), call.shape))
@@ -160,7 +160,7 @@ def check_tokens_apart(
     # In the same place of tensors of the same shape, all but a few functions give the same bits.
     same &= torch.isclose(among_some, among_others, rtol=2**-20, atol=2**-22, equal_nan=True)
     code = code_of(loss)
-    if code not in _seen and not is_captured():
+    if code not in _seen and not is_cuda_graph_capturing():
         if not same.all():
             token = int((~same).nonzero()[0])
             all_of_them, some, others = (float(losses[token]) for losses in (among_all, among_some, among_others))

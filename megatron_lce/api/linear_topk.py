@@ -20,7 +20,7 @@ from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.eager import eager
 from megatron_lce.core.group_statistics import merged_over_group
 from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
-from megatron_lce.core.products import copies_to_fp32, own_arithmetic, product
+from megatron_lce.core.products import copies_to_fp32, product, without_autocast
 from megatron_lce.core.rows import softcap_scale
 from megatron_lce.core.statistics import CHUNK_COLUMNS, UNIT
 from megatron_lce.core.tokens import tokens_in_blocks
@@ -79,7 +79,7 @@ def linear_topk(
             validation.require(k <= MOST, "k", f"be at most {MOST}", k)
             checks.rest(checks.hidden.new_zeros(shape, dtype=torch.int64))
         call = checks.call()
-        with own_arithmetic(call.hidden.device, name):
+        with without_autocast(call.hidden.device, name):
             return shaped(_topk(call, k), call.shape)
 
 
@@ -191,7 +191,7 @@ def _largest_keys(logits: Tensor, columns: Tensor, call: Call) -> Tensor:
     keys = bits.long().bitwise_left_shift_(32).add_(_LOW - (columns + call.shard.start))
     keys.masked_fill_(columns >= call.shard.columns, _NOTHING)
     if group is not None:
-        keys = collectives.stack_over_group(keys, group).permute(1, 0, 2).reshape(num_tokens, -1)
+        keys = collectives.all_gather_stack(keys, group).permute(1, 0, 2).reshape(num_tokens, -1)
     return keys.sort(dim=1, descending=True).values[:, :k]
 
 

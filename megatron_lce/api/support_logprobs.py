@@ -11,7 +11,7 @@ from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
 from megatron_lce.api.linear_logits_at import check_ids
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
-from megatron_lce.core.collectives import waited
+from megatron_lce.core.collectives import wait_if_async
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.eager import eager
 from megatron_lce.core.single_ids import LogitsAtFunction, ids_of_offsets
@@ -52,7 +52,7 @@ def support_logprobs(
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
     """
-    labels, ids, offsets = waited(labels), waited(ids), waited(offsets)
+    labels, ids, offsets = wait_if_async(labels), wait_if_async(ids), wait_if_async(offsets)
     name, own = "support_logprobs", {"entropy": entropy, "empty_rows": empty_rows}
     call_options = keyword_options(options, HeadGradientOptions, entropy=False, ignore_index=ignore_index)
     with checked_together(name, hidden, weight, labels, call_options, own=own) as checks:

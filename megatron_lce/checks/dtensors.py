@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_lce.checks.validation import require
-from megatron_lce.core.collectives import waited
+from megatron_lce.core.collectives import wait_if_async
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div
 
@@ -53,7 +53,13 @@ def localised(
         vocab_start=min(mesh.get_local_rank() * largest, weight.shape[0]),
         sequence_parallel=tokens.is_shard(0),
     )
-    return waited(hidden.to_local()), waited(weight.to_local()), _replicated("labels", labels), options, largest
+    return (
+        wait_if_async(hidden.to_local()),
+        wait_if_async(weight.to_local()),
+        _replicated("labels", labels),
+        options,
+        largest,
+    )
 
 
 def _replicated(name: str, value: Any) -> Any:
@@ -62,4 +68,4 @@ def _replicated(name: str, value: Any) -> Any:
         return value
     is_whole = all(placement.is_replicate() for placement in value.placements)
     require(is_whole, name, "be a plain tensor or placed as Replicate()", value.placements)
-    return waited(value.to_local())
+    return wait_if_async(value.to_local())

@@ -18,7 +18,7 @@ from megatron_lce.checks.validation import require
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
 from megatron_lce.core.options import Options, Shard
-from megatron_lce.core.products import laid_out
+from megatron_lce.core.products import aligned_rows
 
 T = TypeVar("T")
 HEAD = ("hidden", "weight", "labels")
@@ -77,9 +77,12 @@ def checked_together(
     largest = None
     if takes_dtensors:
         hidden, weight, labels, options, largest = localised(hidden, weight, labels, options)
-    hidden, weight, labels = (collectives.waited(tensor) for tensor in (hidden, weight, labels))
+    hidden, weight, labels = (collectives.wait_if_async(tensor) for tensor in (hidden, weight, labels))
     if isinstance(options.temperature, Tensor) or isinstance(options.candidates, Tensor):
-        temperature, candidates = collectives.waited(options.temperature), collectives.waited(options.candidates)
+        temperature, candidates = (
+            collectives.wait_if_async(options.temperature),
+            collectives.wait_if_async(options.candidates),
+        )
         options = replace(options, temperature=temperature, candidates=candidates)
     if options.tp_group is not None and not isinstance(options.tp_group, ProcessGroup):
         got = type(options.tp_group).__name__
@@ -102,8 +105,8 @@ def checked_together(
     if key not in known:
         described[f"the shape of {names[0]}"] = validation.shape_of(hidden)
         known[key] = _largest(agree(group, described, error, (rows, start), group_name), options.vocab_size)
-    elif error is None and start is not None and largest is None and not collectives.is_captured():
-        known[key] = collectives.largest_over_group(weight.shape[0], group, weight.device)
+    elif error is None and start is not None and largest is None and not collectives.is_cuda_graph_capturing():
+        known[key] = collectives.all_reduce_max(weight.shape[0], group, weight.device)
     if error is not None:
         raise error
     checks.shard = checks.shard._replace(largest=known[key] if largest is None else largest)
@@ -231,8 +234,8 @@ class Checks:
         step = 16 // hidden.element_size()
         backend = load_backend(self.options.backend, hidden.device)
         return Call(
-            hidden=laid_out(hidden.reshape(-1, hidden.shape[-1]), step),
-            weight=laid_out(self.weight.contiguous(), step),
+            hidden=aligned_rows(hidden.reshape(-1, hidden.shape[-1]), step),
+            weight=aligned_rows(self.weight.contiguous(), step),
             labels=labels.reshape(-1),
             temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
             candidates=None if ids is None else ids.reshape(-1, ids.shape[-1]),

@@ -33,7 +33,7 @@ class _Waited(torch.autograd.Function):
         return grad
 
 
-def waited(value: Any) -> Any:
+def wait_if_async(value: Any) -> Any:
     """Wait for a tensor that a functional collective is still filling; return any other value unchanged."""
     if not isinstance(value, AsyncCollectiveTensor):
         return value
@@ -66,19 +66,19 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     return gathered
 
 
-def largest_over_group(value: int, group: ProcessGroup, device: torch.device | None) -> int:
+def all_reduce_max(value: int, group: ProcessGroup, device: torch.device | None) -> int:
     """Return the largest number of any rank. The host waits for it."""
     largest = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return int(largest)
 
 
-def is_captured() -> bool:
+def is_cuda_graph_capturing() -> bool:
     """Return whether this stream is captured as a CUDA graph, so that the host cannot wait for it."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def any_over_group(mask: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_any(mask: Tensor, group: ProcessGroup) -> Tensor:
     """Return the union of all ranks' masks."""
     seen = mask.to(torch.uint8)
     with trace_range("any over the group"):
@@ -86,32 +86,32 @@ def any_over_group(mask: Tensor, group: ProcessGroup) -> Tensor:
     return seen.bool()
 
 
-def add_over_group(tensor: Tensor, group: ProcessGroup) -> None:
+def all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> None:
     """Sum the tensor over the group, in place."""
     with trace_range("sums over the group"):
         dist.all_reduce(tensor, group=group)
 
 
-def stack_over_group(tensor: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather_stack(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Stack the tensors [...] of all ranks to [tp, ...], in order, with the same bits on every rank."""
-    gathered = start_gather_rows(tensor, group).wait()  # gloo gathers along dim 0 only
+    gathered = all_gather_async(tensor, group).wait()  # gloo gathers along dim 0 only
     return gathered.view(group_size(group), *tensor.shape)
 
 
-def start_gather_rows(shard: Tensor, group: ProcessGroup) -> Pending:
+def all_gather_async(shard: Tensor, group: ProcessGroup) -> Pending:
     """Start gathering rows [n / tp, H] of every rank to [n, H], in the order of ranks."""
     out = shard.new_empty(shard.shape[0] * group_size(group), *shard.shape[1:])
     with trace_range("gather over the group"):
         return Pending(out, _all_gather(out, shard.contiguous(), group=group, async_op=True))
 
 
-def start_all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
+def all_reduce_async(tensor: Tensor, group: ProcessGroup) -> Pending:
     """Start summing the tensor over the group, in place."""
     with trace_range("sum of hidden's gradient over the group"):
         return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
-def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Pending:
+def reduce_scatter_async(tensor: Tensor, group: ProcessGroup) -> Pending:
     """Start summing [n, H] over the group; the result is this rank's rows [n / tp, H] of the sum."""
     out = tensor.new_empty(tensor.shape[0] // group_size(group), *tensor.shape[1:])
     with trace_range("sum of hidden's gradient over the group, scattered"):

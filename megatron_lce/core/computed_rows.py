@@ -37,7 +37,7 @@ class ComputedRows:
         if skip is not True:
             index = None if skip == num_tokens else counts.nonzero_static(size=skip, fill_value=0)[:, 0]
             return cls(num_tokens, index, counts.sum() != skip)
-        if collectives.is_captured():
+        if collectives.is_cuda_graph_capturing():
             raise RuntimeError(
                 "skip_ignored must be False or the number of counted rows while a CUDA graph is captured, got True: "
                 "it reads the number from the device"
@@ -48,7 +48,7 @@ class ComputedRows:
     def where(cls, mask: Tensor, group: ProcessGroup | None) -> Self:
         """Return the rows whose mask [N] is true on any rank, the same ones on all ranks. The host waits."""
         if group is not None:
-            mask = collectives.any_over_group(mask, group)
+            mask = collectives.all_reduce_any(mask, group)
         index = mask.nonzero()[:, 0]
         return cls(mask.shape[0], None if index.shape[0] == mask.shape[0] else index)
 

@@ -21,7 +21,7 @@ from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.logit_gradients import grad_logits_inputs
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput
-from megatron_lce.core.products import own_arithmetic
+from megatron_lce.core.products import without_autocast
 from megatron_lce.core.rows import Rows, SoftmaxOfRow
 from megatron_lce.core.tokens import tokens_in_blocks
 
@@ -38,7 +38,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call, grad_enabled: bool) -> tuple[Tensor | None, ...]:
         options = call.options
         needs = ctx.needs_input_grad if grad_enabled else (False, False)
-        with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
+        with without_autocast(hidden.device, "linear_cross_entropy forward"):
             # Launched before the host waits for the number of rows, if it does.
             rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
             in_order = ComputedRows.of(call.labels, options)
@@ -74,7 +74,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         hidden, weight, index, *per_row, ids, log_p = ctx.saved_tensors
         rows, softmax = Rows(*per_row[: len(Rows._fields)]), SoftmaxOfRow(*per_row[len(Rows._fields) :])
         call, plan, needs = ctx.call.with_tensors(hidden, weight), ctx.plan, ctx.needs_input_grad[:2]
-        with own_arithmetic(hidden.device, "linear_cross_entropy backward"):
+        with without_autocast(hidden.device, "linear_cross_entropy backward"):
             tokens = tokens_in_blocks(hidden, ComputedRows(ctx.num_tokens, index), plan.block_tokens, call.options)
             upstream = _computed_upstream(grad_outputs, len(call.shape), tokens.computed)
             ids = None if ids is None else tokens.computed.select(ids)

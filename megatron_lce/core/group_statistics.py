@@ -71,8 +71,8 @@ def merged_over_group(of_chunks: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         of_chunks = stats_of_nothing(of_chunks.shape[2], entropy, telemetry, of_chunks.device)
     all_extremes = of_chunks
     if group is not None:
-        all_extremes = collectives.stack_over_group(merge_extremes(of_chunks, telemetry), group)
+        all_extremes = collectives.all_gather_stack(merge_extremes(of_chunks, telemetry), group)
     extremes, sums = call.backend.sum_chunks(of_chunks, all_extremes, call.shard.columns, entropy, telemetry)
     if group is not None:
-        collectives.add_over_group(sums, group)
+        collectives.all_reduce_sum(sums, group)
     return extremes, sums

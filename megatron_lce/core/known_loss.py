@@ -95,7 +95,7 @@ class LossesOfSum(torch.autograd.Function):
         upstream, unmasked = upstream.reshape(-1).float(), ctx.unmasked
         largest = upstream.masked_fill(~unmasked, -torch.inf).amax()
         smallest = upstream.masked_fill(~unmasked, torch.inf).amin()
-        if ctx.promise.looks and not collectives.is_captured():
+        if ctx.promise.looks and not collectives.is_cuda_graph_capturing():
             low, high = float(smallest), float(largest)
             if low <= high:  # else every token is masked
                 ctx.promise.looks -= 1

@@ -64,7 +64,7 @@ def trace_range(name: str) -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def own_arithmetic(device: torch.device, name: str) -> Iterator[None]:
+def without_autocast(device: torch.device, name: str) -> Iterator[None]:
     """Context with autocast off, traced under this name."""
     autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)  # meta: an estimate
     without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
@@ -130,7 +130,7 @@ def with_zeros_behind(rows: Tensor, num_columns: int) -> Tensor:
     return rows[:, :num_columns]
 
 
-def laid_out(matrix: Tensor, step: int) -> Tensor:
+def aligned_rows(matrix: Tensor, step: int) -> Tensor:
     """Return a matrix [rows, H] whose rows start at multiples of 16 bytes, or a copy with such rows.
 
     Tensor-memory descriptors need that, and cuBLAS takes five times as long without it. H is padded with zeros to a

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.computed_rows import ComputedRows
-from megatron_lce.core.products import own_arithmetic
+from megatron_lce.core.products import without_autocast
 from megatron_lce.core.rows import Rows, inner_factor
 from megatron_lce.core.statistics import LN_2
 from megatron_lce.core.tokens import Tokens, tokens_in_blocks
@@ -80,7 +80,7 @@ def logits_over_group(hidden: Tensor, ids: Ids, rows: Rows, call: Call) -> Tenso
     """Return base-2 logits [M]: 0 at padding, NaN at an id of no rank."""
     found = call.backend.indexed_logits(hidden, call.weight, ids.rows, ids.ids, rows, call.options, call.shard)
     if call.options.tp_group is not None:
-        collectives.add_over_group(found, call.options.tp_group)
+        collectives.all_reduce_sum(found, call.options.tp_group)
     logits, owners = found
     return logits.masked_fill_(owners == 0, torch.nan)
 
@@ -120,7 +120,7 @@ class LogitsAtFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call, ids: Ids, sets: bool) -> Tensor:
         ctx.num_tokens = call.labels.shape[0]
-        with own_arithmetic(hidden.device, "linear_logits_at forward"):
+        with without_autocast(hidden.device, "linear_logits_at forward"):
             rows = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard)
             logits = hidden.new_empty(ids.ids.shape[0], dtype=torch.float32)
             for block in _tokens(call, ctx.num_tokens).blocks():
@@ -138,7 +138,7 @@ class LogitsAtFunction(torch.autograd.Function):
         check_backward("linear_logits_at", grad)
         hidden, weight, scale, logits, slopes, *rest = ctx.saved_tensors
         call, ids, needs = ctx.call.with_tensors(hidden, weight), Ids(*rest), ctx.needs_input_grad
-        with own_arithmetic(hidden.device, "linear_logits_at backward"):
+        with without_autocast(hidden.device, "linear_logits_at backward"):
             factors, grad = scale * (inner_factor(call.options) * LN_2), grad.reshape(-1).float()
             factors = factors[ids.rows] * grad if slopes is None else (factors * grad)[ids.rows] * slopes
             if logits is not None:

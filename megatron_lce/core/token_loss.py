@@ -33,7 +33,7 @@ from megatron_lce.core.known_loss import (
 from megatron_lce.core.logit_gradients import grad_logits_inputs
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
-from megatron_lce.core.products import own_arithmetic
+from megatron_lce.core.products import without_autocast
 from megatron_lce.core.tokens import tokens_in_blocks
 
 _SAMPLE = 2048  # the most tokens whose losses are compared
@@ -107,7 +107,7 @@ def token_losses(
 ) -> tuple[Tensor, TokenLossResults]:
     """Return the sum of the losses, with gradients if they are wanted, and per-token results."""
     with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
-    with own_arithmetic(call.hidden.device, name):
+    with without_autocast(call.hidden.device, name):
         results = summed_token_loss(call, loss, per_token, with_gradient)
     return with_gradients(results.total, results.gradients, call, name), results
 

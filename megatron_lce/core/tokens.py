@@ -94,7 +94,7 @@ class Tokens:
     def reduce(self, block: TokenBlock, grad: Tensor) -> None:
         """Start reducing what was written to `grad_rows`, unless the caller reduces it."""
         if self._group is not None:
-            self._sums.append(collectives.start_all_reduce(grad, self._group))
+            self._sums.append(collectives.all_reduce_async(grad, self._group))
 
     def grad_hidden(self) -> Tensor:
         """Return the gradient, of hidden's shape, after all blocks were reduced."""
@@ -128,14 +128,14 @@ class ShardedTokens(Tokens):
 
     def _start_block(self, part: slice, ranks: int) -> TokenBlock:
         rows = slice(part.start * ranks, part.stop * ranks)
-        hidden = collectives.start_gather_rows(self.hidden[part], self._group)
+        hidden = collectives.all_gather_async(self.hidden[part], self._group)
         return TokenBlock(rows, hidden)
 
     def grad_rows(self, block: TokenBlock) -> Tensor:
         return torch.empty_like(block.hidden.tensor, dtype=self.grad_dtype)
 
     def reduce(self, block: TokenBlock, grad: Tensor) -> None:
-        self._sums.append(collectives.start_reduce_scatter(grad, self._group))
+        self._sums.append(collectives.reduce_scatter_async(grad, self._group))
 
     def grad_hidden(self) -> Tensor:
         shards = [pending.wait() for pending in self._sums]
@@ -148,12 +148,12 @@ class GatheredTokens(Tokens):
     _group: ProcessGroup
 
     def blocks(self) -> Iterator[TokenBlock]:
-        return self._blocks_of(collectives.start_gather_rows(self.hidden, self._group).wait())
+        return self._blocks_of(collectives.all_gather_async(self.hidden, self._group).wait())
 
     def reduce(self, block: TokenBlock, grad: Tensor) -> None:
         if block.rows.stop == self.computed.count:
             assert self._grad is not None
-            self._sums.append(collectives.start_reduce_scatter(self.computed.spread(self._grad), self._group))
+            self._sums.append(collectives.reduce_scatter_async(self.computed.spread(self._grad), self._group))
 
     def grad_hidden(self) -> Tensor:
         return self._sums[0].wait()

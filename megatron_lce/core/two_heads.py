@@ -43,7 +43,7 @@ from megatron_lce.core.jsd_heads import (
 )
 from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
 from megatron_lce.core.plan import COLUMN_STEP, cut, cut_columns, size_of_two_heads, slab_row_stride
-from megatron_lce.core.products import copies_to_fp32, own_arithmetic, product, with_zeros_behind
+from megatron_lce.core.products import copies_to_fp32, product, with_zeros_behind, without_autocast
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.token_loss import Losses, TokenLossFunction, TokenLossResults
 from megatron_lce.core.tokens import tokens_in_blocks
@@ -192,7 +192,7 @@ class _LinearDivergence(torch.autograd.Function):
         teacher_tensors = [one if other is None else other for one, other in zip(saved, ctx.inference, strict=True)]
         student, teacher = Head(hidden, weight, *ctx.softcaps[0]), Head(*teacher_tensors, *ctx.softcaps[1])
         call = ctx.call.with_tensors(hidden, weight)
-        with own_arithmetic(call.hidden.device, "linear_divergence backward"):
+        with without_autocast(call.hidden.device, "linear_divergence backward"):
             computed = ComputedRows(next(iter(given.values())).shape[0], index)
             upstream = {kind: computed.select(gradient.float()) for kind, gradient in given.items()}
             terms = gradient_terms(upstream, stats, to_nats, scale, student, ctx.beta)
@@ -254,11 +254,11 @@ class TwoHeadGradLogits:
                 stats.zero_()
                 softmaxes[::2] = -torch.inf  # the largest of no logits
             if group is not None:
-                softmaxes.copy_(merged_softmaxes(collectives.stack_over_group(softmaxes, group)))
+                softmaxes.copy_(merged_softmaxes(collectives.all_gather_stack(softmaxes, group)))
             if raw_logits is not None:
                 backend.divergence_of_products(heads, raw_logits, stats)
             if group is not None:
-                sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
+                sums.copy_(collectives.all_gather_stack(sums, group).sum(dim=0))
             if find_terms is not None and heads.terms is not None:
                 heads.terms.copy_(find_terms(stats, token_slice))
             if raw_logits is not None and self.cached is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lce.core.collectives import is_captured
+from megatron_lce.core.collectives import is_cuda_graph_capturing
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX
@@ -45,7 +45,7 @@ class FusedLoss(ReplacedHead):
 
     def options_now(self) -> dict[str, Any]:
         """Return the loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
-        return self.options | {"skip_ignored": self.skip_masked and not is_captured()}
+        return self.options | {"skip_ignored": self.skip_masked and not is_cuda_graph_capturing()}
 
     @eager
     def forward(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.core.collectives import stack_over_group
+from megatron_lce.core.collectives import all_gather_stack
 
 
 def sequence_ends(packed_seq_params: Any, num_tokens: int, device: torch.device) -> Tensor:
@@ -43,7 +43,7 @@ def later_rows(hidden: Tensor, shift: int, group: ProcessGroup | None) -> Tensor
     if group is None:
         return hidden.roll(-shift, dims=0) if shift else hidden
     for _ in range(shift):
-        firsts = stack_over_group(hidden[:1].contiguous(), group)
+        firsts = all_gather_stack(hidden[:1].contiguous(), group)
         hidden = torch.cat([hidden[1:], firsts[(group.rank() + 1) % group.size()]])
     return hidden
 
