@@ -120,8 +120,8 @@ def on_a_cpu(monkeypatch, usual_torch):
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
-    monkeypatch.setattr("megatron_lce.backends.triton.primitives.product", lambda *operands, accumulate: None)
-    monkeypatch.setattr("megatron_lce.command.dry_run.AllocatingBackend.product", lambda *operands, accumulate: None)
+    monkeypatch.setattr("megatron_lce.backends.triton.primitives.matmul", lambda *operands, accumulate: None)
+    monkeypatch.setattr("megatron_lce.command.dry_run.AllocatingBackend.matmul", lambda *operands, accumulate: None)
 
 
 SLABS = HeadStep(256, 128, 1024, workspace_bytes=2**20)

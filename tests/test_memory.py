@@ -129,7 +129,7 @@ def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(
         if out.shape == weight.shape:
             summed.append(a.shape[1])
 
-    monkeypatch.setattr("megatron_lce.api.linear_divergence.product", no_product)
+    monkeypatch.setattr("megatron_lce.api.linear_divergence.matmul", no_product)
 
     def step():
         keywords = {"workspace_bytes": workspace_bytes, "backend": "triton"}

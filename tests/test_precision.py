@@ -133,9 +133,9 @@ def test_products_of_parts_are_those_of_fp32(device, monkeypatch):
     for left, right in ((a, b), (a, b.bfloat16()), (a.half(), b), (a.bfloat16(), b)):
         exact = left.double() @ right.double()
         out = torch.full((40, 24), 3.0, device=device)
-        parts.product(left, right, out, accumulate=True)
+        parts.matmul(left, right, out, accumulate=True)
         assert relative_error(out - 3, exact) <= 1e-6
-        parts.product(left, right, out, accumulate=False)
+        parts.matmul(left, right, out, accumulate=False)
         assert relative_error(out, exact) <= 2 * relative_error(left.float() @ right.float(), exact)
 
 

@@ -28,8 +28,8 @@ from megatron_lce.core.collectives import wait_if_async
 from megatron_lce.core.eager import eager
 from megatron_lce.core.jsd_heads import KINDS, Head, Kind, LinearDivergenceOutput
 from megatron_lce.core.known_loss import with_gradients
+from megatron_lce.core.matmul import aligned_rows, matmul, without_autocast
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import aligned_rows, product, without_autocast
 from megatron_lce.core.token_loss import Metrics, TokenLossFunction
 from megatron_lce.core.two_heads import TwoHeads, divergence_forward, divergences_with_gradient
 
@@ -232,7 +232,7 @@ def _prepared(
             of = of if own.get(of) is not None else "temperature"
             numbers = own[f"{role}_logits_scale"], own[f"{role}_softcap"], own.get(of, options.temperature)
             validation.check_quotients(*numbers, f"{role}_", of)
-    call = replace(checks.call(), product=product)
+    call = replace(checks.call(), matmul=matmul)
     step, temperature = 16 // teacher_hidden.element_size(), own["teacher_temperature"]
     hidden = aligned_rows(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step)
     weight = aligned_rows(teacher_weight.detach().contiguous(), step)

@@ -19,8 +19,8 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_cuda_graph_capturing, wait_if_async
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import Promise
+from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import without_autocast
 from megatron_lce.core.token_loss import Metrics, TokenLossFunction, known_losses, token_losses
 
 _seen: set[frozenset[Any]] = set()  # code of losses that the host has checked to be per-token

@@ -19,8 +19,8 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.eager import eager
 from megatron_lce.core.group_statistics import merged_over_group
+from megatron_lce.core.matmul import copies_to_fp32, matmul, without_autocast
 from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
-from megatron_lce.core.products import copies_to_fp32, product, without_autocast
 from megatron_lce.core.rows import softcap_scale
 from megatron_lce.core.statistics import CHUNK_COLUMNS, UNIT
 from megatron_lce.core.tokens import tokens_in_blocks
@@ -147,7 +147,7 @@ def _fill(products: Tensor, hidden: Tensor, call: Call, product_columns: int) ->
     for columns in cut(products.shape[1], product_columns):
         for inner in cut(hidden.shape[1], step):
             weight = call.weight[columns, inner]
-            product(hidden[:, inner], weight.T, products[:, columns], accumulate=inner.start > 0)
+            matmul(hidden[:, inner], weight.T, products[:, columns], accumulate=inner.start > 0)
     if dtype is not None:
         products.copy_(products.to(dtype))
     if cap is not None:

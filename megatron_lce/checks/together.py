@@ -17,8 +17,8 @@ from megatron_lce.checks.dtensors import localised
 from megatron_lce.checks.validation import require
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
+from megatron_lce.core.matmul import aligned_rows
 from megatron_lce.core.options import Options, Shard
-from megatron_lce.core.products import aligned_rows
 
 T = TypeVar("T")
 HEAD = ("hidden", "weight", "labels")
@@ -243,7 +243,7 @@ class Checks:
             shard=self.shard,
             backend=backend,
             shape=labels.shape,
-            product=backend.product,
+            matmul=backend.matmul,
         )
 
 

@@ -201,7 +201,7 @@ class AllocatingBackend:
         factored = factored and not (options.softcap or terms.shape[0] > NUM_TERMS or entropy)
         return torch.empty_like(rows.scale) if factored and cache.exp.dtype == torch.bfloat16 else None
 
-    def product(self, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    def matmul(self, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
         self._counter.multiplications += a.numel() * b.shape[1]
         parts = _split(a, 3, torch.bfloat16), _split(b, 3, torch.bfloat16)
         del parts

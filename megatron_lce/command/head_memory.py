@@ -161,7 +161,7 @@ def _call(step: HeadStep, counter: Counter) -> Call:
         weight_grad_sink=MetaSink(weight) if step.main_grad else None,
     )
     shard = Shard(0, step.columns, step.columns)
-    return Call(hidden, weight, labels, 1.0, None, options, shard, backend, labels.shape, backend.product)
+    return Call(hidden, weight, labels, 1.0, None, options, shard, backend, labels.shape, backend.matmul)
 
 
 @torch.inference_mode(False)

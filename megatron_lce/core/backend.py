@@ -160,8 +160,8 @@ class Backend(Protocol):
     ) -> None:
         """Write the gradient of the student's products."""
 
-    def product(self, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """Compute `out = a @ b`, or `out += ...`, at least as precisely as `megatron_lce.core.products`."""
+    def matmul(self, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        """Compute `out = a @ b`, or `out += ...`, at least as precisely as `megatron_lce.core.matmul`."""
 
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """Compute `out = factor * matrix`, or `out += ...`, in fp32; one factor, [], or one per row, [M].

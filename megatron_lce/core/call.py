@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.backend import Backend
+from megatron_lce.core.matmul import matmul
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ALIGNED_COLUMNS, HeadSize
-from megatron_lce.core.products import product
 from megatron_lce.core.statistics import packed_rows
 
 
@@ -36,7 +36,7 @@ class Call:
     shard: Shard
     backend: Backend
     shape: tuple[int, ...]
-    product: Callable[..., None] = product  # for gradients; a backend's may make the copies that `size` accounts for
+    matmul: Callable[..., None] = matmul  # for gradients; a backend's may make the copies that `size` accounts for
 
     @cached_property
     def size(self) -> HeadSize:

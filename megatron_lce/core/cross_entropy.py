@@ -20,8 +20,8 @@ from megatron_lce.core.group_statistics import outputs_over_group
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.logit_gradients import grad_logits_inputs
 from megatron_lce.core.logits_cache import new_cache
+from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput
-from megatron_lce.core.products import without_autocast
 from megatron_lce.core.rows import Rows, SoftmaxOfRow
 from megatron_lce.core.tokens import tokens_in_blocks
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_lce.core.call import Call
 from megatron_lce.core.call_plan import Plan
+from megatron_lce.core.matmul import with_zeros_behind
 from megatron_lce.core.plan import cut, cut_columns, slab_row_stride
-from megatron_lce.core.products import with_zeros_behind
 from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
@@ -97,7 +97,7 @@ class HeadGradients:
                 shape = block.num_tokens, call.weight.shape[1]
                 self._hidden_acc = call.weight.new_empty(shape, dtype=torch.float32)
         acc = self._hidden_acc[token_slice]
-        call.product(grad, call.weight[col_slice], acc, accumulate=col_slice.start > 0)
+        call.matmul(grad, call.weight[col_slice], acc, accumulate=col_slice.start > 0)
         if factor is not None and col_slice.stop == num_columns:
             call.backend.scale(acc, factor, acc, accumulate=False)
 
@@ -129,7 +129,7 @@ class _WeightGrad:
     """The weight gradient of this shard: a tensor of weight's dtype, an fp32 sum, or the fp32 buffer of a sink."""
 
     def __init__(self, call: Call, num_blocks: int, as_sum: bool) -> None:
-        weight, self._product, self._scale = call.weight, call.product, call.backend.scale
+        weight, self._matmul, self._scale = call.weight, call.matmul, call.backend.scale
         self._weight, self._num_columns, self._as_sum = weight, call.shard.columns, as_sum
         self._sink = None if as_sum else call.options.weight_grad_sink
         # fp32 gradients need no separate sum over blocks.
@@ -152,12 +152,12 @@ class _WeightGrad:
         out = self._out[col_slice]
         if out.dtype == torch.float32 or (is_first and is_last):
             accumulate = self._sink is not None or not (block.rows.start == 0 and is_first)
-            self._product(grad.T, hidden, out, accumulate=accumulate)
+            self._matmul(grad.T, hidden, out, accumulate=accumulate)
             return
         if is_first:
             self._partial = hidden.new_empty(out.shape, dtype=torch.float32)
         assert self._partial is not None
-        self._product(grad.T, hidden, self._partial, accumulate=not is_first)
+        self._matmul(grad.T, hidden, self._partial, accumulate=not is_first)
         if is_last:
             out.copy_(self._partial)
             self._partial = None

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lce.core.matmul import with_zeros_behind
 from megatron_lce.core.plan import HeadSize, ceil_div, slab_row_stride
-from megatron_lce.core.products import with_zeros_behind
 
 
 class LogitsCache(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.computed_rows import ComputedRows
-from megatron_lce.core.products import without_autocast
+from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.rows import Rows, inner_factor
 from megatron_lce.core.statistics import LN_2
 from megatron_lce.core.tokens import Tokens, tokens_in_blocks

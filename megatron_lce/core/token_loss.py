@@ -32,8 +32,8 @@ from megatron_lce.core.known_loss import (
 )
 from megatron_lce.core.logit_gradients import grad_logits_inputs
 from megatron_lce.core.logits_cache import new_cache
+from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
-from megatron_lce.core.products import without_autocast
 from megatron_lce.core.tokens import tokens_in_blocks
 
 _SAMPLE = 2048  # the most tokens whose losses are compared

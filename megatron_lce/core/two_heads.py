@@ -42,8 +42,8 @@ from megatron_lce.core.jsd_heads import (
     student_outputs,
 )
 from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
+from megatron_lce.core.matmul import copies_to_fp32, matmul, with_zeros_behind, without_autocast
 from megatron_lce.core.plan import COLUMN_STEP, cut, cut_columns, size_of_two_heads, slab_row_stride
-from megatron_lce.core.products import copies_to_fp32, product, with_zeros_behind, without_autocast
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.token_loss import Losses, TokenLossFunction, TokenLossResults
 from megatron_lce.core.tokens import tokens_in_blocks
@@ -283,7 +283,7 @@ def _raw_logits(heads: Heads, buffer: Tensor) -> Tensor:
     step = COLUMN_STEP if any(copies_to_fp32(head.hidden) for head in heads[:2]) else num_columns
     for head, logits in zip(heads[:2], raw_logits, strict=True):
         for columns in cut_columns(num_columns, step):
-            product(head.hidden, head.weight[columns].T, logits[:, columns], accumulate=False)
+            matmul(head.hidden, head.weight[columns].T, logits[:, columns], accumulate=False)
     return raw_logits
 
 

@@ -12,9 +12,9 @@ from megatron_lce.backends.torch.divergence import (
 from megatron_lce.backends.torch.indexed_dot import bag_sums, indexed_logits, write_columns
 from megatron_lce.backends.torch.row_values import finish, prepare_rows, row_terms
 from megatron_lce.core.logits_cache import LogitsCache
+from megatron_lce.core.matmul import copies_to_fp32, matmul
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import Costs, cut
-from megatron_lce.core.products import copies_to_fp32, product
 from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, softcap_scale
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
@@ -151,7 +151,7 @@ def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, options: Opt
     # fp32 inputs: sums over 256 of H are added up, because one running sum over a long H loses digits.
     for part in cut(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
         for columns in cut(weight.shape[0], CHUNK_COLUMNS):  # as in the statistics, so that both have the same bits
-            product(hidden[:, part], weight[columns, part].T, logits[:, columns], accumulate=part.start > 0)
+            matmul(hidden[:, part], weight[columns, part].T, logits[:, columns], accumulate=part.start > 0)
     if options.logits_dtype is not None:
         logits.copy_(logits.to(options.logits_dtype))
     cap = softcap_scale(options)

@@ -1,6 +1,6 @@
 """fp32 numbers as sums of 16-bit parts, which tensor cores multiply exactly.
 
-`product` multiplies three bf16 parts. The kernels read one or two fp16 parts of a row divided by a power of two.
+`matmul` multiplies three bf16 parts. The kernels read one or two fp16 parts of a row divided by a power of two.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.core import products
+from megatron_lce.core.matmul import matmul as core_matmul
 from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, ceil_div, cut, round_up
 
 # Tensor cores truncate as they add, so sums over this many rows are added up in fp32. Only the product of the largest
@@ -18,19 +18,19 @@ K_STEP = 1024
 LO_SCALE = tl.constexpr(2.0**11)  # scales the smaller fp16 part, so that it is a normal number
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """Compute `megatron_lce.core.products.product`; an fp32 input is multiplied in parts on NVIDIA's tensor cores.
+def matmul(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """Compute `megatron_lce.core.matmul.matmul`; an fp32 input is multiplied in parts on NVIDIA's tensor cores.
 
     The three smallest of the nine products of parts are left out: each is below 2^-24 of the whole.
     """
     if torch.float32 not in (a.dtype, b.dtype) or not tiles.has_ptx():
-        products.product(a, b, out, accumulate=accumulate)
+        core_matmul(a, b, out, accumulate=accumulate)
         return
     a_parts, b_parts, length = _bf16_parts(a), _bf16_parts(b), a.shape[1]
     pairs = [(i, j) for i in range(len(a_parts)) for j in range(len(b_parts)) if i + j < 3]
     for i, j in sorted(pairs, key=sum, reverse=True):  # small ones first
         for piece in cut(length, length if i + j else K_STEP):
-            products.product(a_parts[i][:, piece], b_parts[j][piece], out, accumulate=accumulate)
+            core_matmul(a_parts[i][:, piece], b_parts[j][piece], out, accumulate=accumulate)
             accumulate = True
 
 

@@ -6,7 +6,7 @@ from megatron_lce.backends.triton.divergence import (
     intermediate_bytes,
     softmaxes_of_products,
 )
-from megatron_lce.backends.triton.fp32_split import product
+from megatron_lce.backends.triton.fp32_split import matmul
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache
 from megatron_lce.backends.triton.indexed_dot import bag_sums, indexed_logits, write_columns
 from megatron_lce.backends.triton.merge_stats import product_stats, sum_chunks

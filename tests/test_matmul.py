@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import megatron_lce
-from megatron_lce.core import products
-from megatron_lce.core.products import copies_to_fp32, full_fp32, product
+from megatron_lce.core import matmul as matmul_module
+from megatron_lce.core.matmul import copies_to_fp32, full_fp32, matmul
 from tests.problems import all_equal, make_problem
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -64,7 +64,7 @@ def test_the_precision_changes_where_an_operand_is_fp32_only(precision, device, 
     monkeypatch.setattr(torch, "mm", lambda *_, **__: seen.append(precision.fp32_precision))
     for dtype in (BF16, torch.float32):
         a, b, out = (torch.empty(16, 16, dtype=dtype, device="meta") for _ in range(3))
-        product(a, b, out, accumulate=False)
+        matmul(a, b, out, accumulate=False)
     *others, of_fp32 = seen
     assert len(others) >= 2
     assert set(others) == {reduced}
@@ -105,7 +105,7 @@ def test_a_trace_names_forward_and_backward(backend, device):
 
 def test_ranges_are_made_for_nvtx_and_where_no_profiler_is_on_for_nobody(monkeypatch):
     seen = []
-    monkeypatch.setattr(products, "record_function", lambda name: seen.append(name) or contextlib.nullcontext())
+    monkeypatch.setattr(matmul_module, "record_function", lambda name: seen.append(name) or contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.autograd.profiler, "_enable_profiler", lambda *given: None)
     monkeypatch.setattr(torch.autograd.profiler, "_disable_profiler", lambda: None)
@@ -120,9 +120,9 @@ def test_ranges_are_made_for_nvtx_and_where_no_profiler_is_on_for_nobody(monkeyp
 @pytest.fixture
 def asked_anew():
     """Nothing that torch was asked in other tests, nor here, is remembered."""
-    products._has_fp32_result.cache_clear()
+    matmul_module._has_fp32_result.cache_clear()
     yield
-    products._has_fp32_result.cache_clear()
+    matmul_module._has_fp32_result.cache_clear()
 
 
 def test_fp32_results_of_16_bit_products_are_asked_of_torch(asked_anew, monkeypatch):
@@ -130,7 +130,7 @@ def test_fp32_results_of_16_bit_products_are_asked_of_torch(asked_anew, monkeypa
     a, b, out = (torch.empty(16, 16, dtype=dtype, device="meta") for dtype in (BF16, BF16, torch.float32))
     monkeypatch.setattr(torch, "addmm", lambda *_, **__: None)  # torch 2.11 has no such product without memory
     assert not copies_to_fp32(a)
-    products._has_fp32_result.cache_clear()
+    matmul_module._has_fp32_result.cache_clear()
     multiplied = []
 
     def without_out_dtype(bias, a, b, *, out_dtype=None, out=None):
@@ -141,15 +141,15 @@ def test_fp32_results_of_16_bit_products_are_asked_of_torch(asked_anew, monkeypa
     monkeypatch.setattr(torch, "addmm", without_out_dtype)
     assert copies_to_fp32(a)
     assert not copies_to_fp32(out)
-    product(a, b, out, accumulate=True)
-    product(a, b, a.clone(), accumulate=True)
+    matmul(a, b, out, accumulate=True)
+    matmul(a, b, a.clone(), accumulate=True)
     assert multiplied == [(torch.float32, torch.float32), (BF16, BF16)]
 
 
 @pytest.mark.parametrize("backend_on_gpu", ["torch", "triton"])
 @pytest.mark.gpu
 def test_a_gpu_whose_products_have_no_fp32_result(backend_on_gpu, device, monkeypatch):
-    monkeypatch.setattr(products, "_has_fp32_result", lambda device, dtype: False)
+    monkeypatch.setattr(matmul_module, "_has_fp32_result", lambda device, dtype: False)
     make_problem(150, 64, 600, device, BF16).check(backend_on_gpu)
 
 

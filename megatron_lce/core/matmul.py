@@ -72,7 +72,7 @@ def without_autocast(device: torch.device, name: str) -> Iterator[None]:
         yield
 
 
-def product(
+def matmul(
     a: Tensor,  # [m, k]
     b: Tensor,  # [k, n], a's dtype unless one of them is fp32
     out: Tensor,  # [m, n], a's dtype or fp32
@@ -85,10 +85,10 @@ def product(
     if a.device.type == "cpu" or a.dtype != b.dtype or (a.dtype != out.dtype and copies_to_fp32(a)):
         a, b = a.float(), b.float()
     with full_fp32 if a.dtype == torch.float32 else contextlib.nullcontext():
-        _product(a, b, out, accumulate=accumulate)
+        _matmul(a, b, out, accumulate=accumulate)
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+def _matmul(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
     elif out.dtype != torch.float32:
