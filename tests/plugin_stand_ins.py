@@ -37,6 +37,12 @@ FILES = {
             def gptmodel_forward_model_engine(model, logits_processor=None, logits_processor_args=None, vision=False):
                 return "verl's own", model, logits_processor, logits_processor_args, vision
         """,
+        "models/mcore/util.py": """
+            def preprocess_thd_engine(input_ids, pre_process=True, need_roll=False):
+                return input_ids, None
+
+            def preprocess_bshd_engine(input_ids, pre_process=True): ...
+        """,
         "workers/engine/megatron/transformer_impl.py": """
             class MegatronEngineWithLMHead:
                 def _lm_head_logits_processor(
@@ -58,9 +64,6 @@ FILES = {
             linear_cross_entropy = LinearCrossEntropy.apply
         """,
         "trainer/distillation/megatron/losses.py": """
-            def preprocess_thd_engine(values, pre_process):
-                return values, None
-
             def compute_forward_kl_topk(student_logits, teacher_topk_log_probs, teacher_topk_ids, config, data_format):
                 return "verl's own"
         """,
@@ -167,6 +170,8 @@ FILES = {
     },
     "areal": {
         "models/mcore/vocab_parallel_head.py": """
+            class ChunkedLMHeadOutput: ...
+
             def chunked_lm_head_logprobs_entropy(
                 output_layer, hidden_states, weight, labels, *, temperature, chunk_size, logit_scale=1.0
             ): ...

@@ -126,14 +126,15 @@ def test_says_what_it_has_replaced_when_it_has(framework, make, caplog):
 
 
 MOVED = {
-    "verl": "gptmodel_forward_model_engine _build_mtp_loss_mask_nested LinearCrossEntropy compute_forward_kl_topk",
+    "verl": "gptmodel_forward_model_engine _build_mtp_loss_mask_nested LinearCrossEntropy compute_forward_kl_topk"
+    " preprocess_bshd_engine",
     "slime": "get_log_probs_and_entropy get_responses _allgather_cp_redistribute forward_only train_one_step",
     "miles": "get_log_probs_and_entropy get_responses forward_only",
     "swift": "compute_logps_and_entropy_from_logits compute_per_token_logps_fn MegatronGRPOTrainer MegatronGKDTrainer",
     "megatron.bridge": "_forward_step_common",
     "nemo_rl": "from_parallel_hidden_states_to_logprobs",
     "skyrl": "_fused_lm_head_logprob_apply",
-    "areal": "chunked_lm_head_logprobs_entropy",
+    "areal": "chunked_lm_head_logprobs_entropy ChunkedLMHeadOutput",
     "megatron.rl": "selective_log_softmax",
 }
 

@@ -41,6 +41,7 @@ def logprobs_entropy(
 
 
 GIVEN = "output_layer, hidden_states, weight, labels, temperature, chunk_size, logit_scale"
-plugin = Plugin("areal", {f"{HEAD}:chunked_lm_head_logprobs_entropy({GIVEN})": logprobs_entropy})
+replacements = {f"{HEAD}:chunked_lm_head_logprobs_entropy({GIVEN})": logprobs_entropy}
+plugin = Plugin("areal", replacements, f"{HEAD}:ChunkedLMHeadOutput")
 install, uninstall = plugin.install, plugin.uninstall
 install()

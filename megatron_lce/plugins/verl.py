@@ -5,6 +5,7 @@ actor_rollout_ref.model.external_lib=megatron_lce.plugins.verl  # or VERL_USE_EX
 """
 
 import functools
+import importlib
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ FORWARD = "verl.models.mcore.model_forward"
 KERNEL = "verl.utils.kernel.linear_cross_entropy"
 TOP_K = "verl.trainer.distillation.megatron.losses"
 ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
+UTIL = "verl.models.mcore.util"
 MASK = "_build_mtp_loss_mask_nested"
 SETTINGS = ["calculate_sum_pi_squared", "calculate_entropy", "distillation_use_topk", "distillation_only"]
 SETTINGS += ["logits_processor_func", "batch", "data_format"]  # keywords of the engine's `logits_processor`
@@ -52,7 +54,7 @@ class Student:
             head.linear_cross_entropy, labels, temperature=temperature, skip_ignored=True, **wanted
         )
 
-    def run(self, candidates: Tensor | None = None) -> megatron_lce.LinearCrossEntropyOutput:
+    def run(self, candidates: Tensor | None = None) -> Any:
         self.out = self.compute(candidates=candidates)
         return self.out
 
@@ -73,12 +75,12 @@ def forward_kl_topk(own: Any, student_logits: Any, *inputs: Any, **given: Any) -
     """verl's divergence at a teacher's ids, and its metrics; 0 in ignored rows."""
     if not isinstance(student_logits, Student):
         return own(student_logits, *inputs, **given)
-    pack, least = own.__globals__[f"preprocess_{given['data_format']}_engine"], given["config"].distillation_loss
+    pack = getattr(importlib.import_module(UTIL), f"preprocess_{given['data_format']}_engine")
+    least = given["config"].distillation_loss.log_prob_min_clamp
     target, ids = (pack(given[f"teacher_topk_{name}"], pre_process=True)[0] for name in ("log_probs", "ids"))
     target, student = target.float(), student_logits.run(ids.long()).candidate_logprobs  # [b, s, K]
-    assert student is not None
-    if least.log_prob_min_clamp is not None:
-        student, target = (logprobs.clamp_min(least.log_prob_min_clamp) for logprobs in (student, target))
+    if least is not None:
+        student, target = (logprobs.clamp_min(least) for logprobs in (student, target))
     values = {"distillation_losses": megatron_lce.topk_divergence(student, target, "forward", tail="drop")}
     with torch.no_grad():
         values |= {"student_mass": student.exp().sum(-1), "teacher_mass": target.exp().sum(-1)}
@@ -88,20 +90,17 @@ def forward_kl_topk(own: Any, student_logits: Any, *inputs: Any, **given: Any) -
     return {name: value.where(student_logits.labels >= 0, 0) for name, value in values.items()}
 
 
-def kernel(own: Any, *inputs: Any, **keywords: Any) -> Any:
-    return verl_linear_cross_entropy(*inputs, **keywords)
-
-
 OF_TOP_K = "compute_forward_kl_topk(student_logits, teacher_topk_log_probs, teacher_topk_ids, config, data_format)"
 replacements: dict[str, Any] = {
     f"{FORWARD}:gptmodel_forward_model_engine(model, logits_processor, logits_processor_args, ...)": engine_forward,
     f"{TOP_K}:{OF_TOP_K}": forward_kl_topk,
-    f"{KERNEL}:linear_cross_entropy": kernel,
+    f"{KERNEL}:linear_cross_entropy": lambda own, *inputs, **keywords: verl_linear_cross_entropy(*inputs, **keywords),
 }
-needs = [f"{FORWARD}:{MASK}(response_mask, input_ids_lengths, response_attention_mask)"]
-needs += [f"{ENGINE}._lm_head_logits_processor(self, logits, label, temperature, {', '.join(SETTINGS)})"]
-needs += [
-    f"{KERNEL}:LinearCrossEntropy.forward(ctx, hidden, weight, labels, temperature, reduction, dist_process_group)"
+needs = [
+    f"{FORWARD}:{MASK}(response_mask, input_ids_lengths, response_attention_mask)",
+    f"{ENGINE}._lm_head_logits_processor(self, logits, label, temperature, {', '.join(SETTINGS)})",
+    f"{KERNEL}:LinearCrossEntropy.forward(ctx, hidden, weight, labels, temperature, reduction, dist_process_group)",
+    *(f"{UTIL}:preprocess_{layout}_engine(input_ids, pre_process, ...)" for layout in ("thd", "bshd")),
 ]
 plugin = Plugin("verl", replacements, *needs)
 install, uninstall = plugin.install, plugin.uninstall
