@@ -123,12 +123,6 @@ def head_both(record: dict) -> str:
     return f"{record['time_ms']:.1f}, {head_gib(record)}"
 
 
-@if_measured
-def head_ratio(record: dict) -> str:
-    """With the time over three matmuls' by cuBLAS."""
-    return f"{record['time_ms']:.1f} ({record['over_products']:.2f}), {head_gib(record)}"
-
-
 def of_sizes(document: dict, section: str) -> list[int]:
     """The tensor-parallel sizes of a section's records."""
     return sorted({x["tp"] for x in document[section]})
@@ -183,11 +177,11 @@ def which_option() -> str:
     return markdown([*header, "full cache", "take", "at 16,384"], lines)
 
 
-def heads(document: dict, names: Sequence[str] = tuple(HEADS), cell: Cell = head_ratio, **shapes: str) -> str:
+def heads(document: dict) -> str:
     columns: dict[str, Column] = {}
-    for (shape, title), mode in itertools.product(shapes.items(), ("rl", "sft")):
-        columns[f"{title}{mode.upper()}"] = ({"shape": shape, "mode": mode}, cell)
-    return table(document, "ms, GiB", "times", "provider", {name: HEADS[name] for name in names}, columns)
+    for shape, mode in itertools.product(("S1", "S2", "S3"), ("rl", "sft")):
+        columns[f"{shape}, {mode.upper()}"] = ({"shape": shape, "mode": mode}, head_both)
+    return table(document, "ms, GiB", "times", "provider", HEADS, columns)
 
 
 def errors(document: dict) -> str:
@@ -207,15 +201,13 @@ def distillation(document: dict) -> str:
 
 
 def training(document: dict) -> str:
-    """Speed, memory, the loss at the end, and how far each step's loss is from the native run's."""
+    """The loss at the end, and how far each step's loss is from the native run's."""
     (native,) = measured(document, "training", run="native")
 
     def differences(record: dict) -> list[float]:
         return [abs(a - b) for a, b in zip(record["losses"], native["losses"], strict=True)]
 
     columns: dict[str, Column] = {
-        "tokens a second": ({}, lambda x: f"{x['step_tokens'] / x['time_ms'] * 1e3:,.0f}"),
-        "transient memory": ({}, step_gib),
         "held-out loss": ({}, lambda x: f"{x['held_out_loss']:.4f}"),
         "loss differs by (median)": ({}, lambda x: "" if x is native else f"{median(differences(x)):.1e}"),
         "(largest)": ({}, lambda x: "" if x is native else f"{max(differences(x)):.1e}"),
@@ -224,13 +216,12 @@ def training(document: dict) -> str:
     return table(document, f"{len(native['losses']):,} steps", "training", "run", TRAINING, columns)
 
 
-TITLES = {"S1": "S1, ", "S2": "S2, ", "S3": "S3, "}
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {  # the results' file, and what makes the table
     "first_step": ("steps_tp", first_step),
     "first_policy": ("policy", partial(policy, sizes=slice(-1, None))),
     "policy": ("policy", policy),
     "steps": ("steps", steps),
-    "heads": ("heads", partial(heads, **TITLES)),
+    "heads": ("heads", heads),
     "errors": ("heads", errors),
     "distillation": ("jsd", distillation),
     "training": ("training", training),

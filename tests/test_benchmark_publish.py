@@ -10,7 +10,7 @@ from benchmark import pictures, publish, results
 def test_a_step_that_had_no_room_is_told():
     """All committed ones had."""
     records = [{"provider": "ours", "mode": mode, "shape": "S1", "status": "out of memory"} for mode in ("rl", "sft")]
-    assert publish.heads({"times": records}, S1="").endswith("| megatron-lce | out of memory | out of memory |\n")
+    assert "| megatron-lce | out of memory | out of memory | -" in publish.heads({"times": records})
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
