@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import math
 import os
+from collections.abc import Sequence
 
 import harness
 import megatron_cases as cases
@@ -19,6 +20,7 @@ from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
 
 ALLOWED_16_BIT = 1.5  # times Megatron's own error, per parameter
+FEW = 64  # numbers: the ratio of two independent errors of 64 is over 1.5 once in 1,300 times, of 4 once in 5
 SPIKES = 2.0**40, float("inf"), 1.0  # what the losses of three steps are multiplied by
 LOSS_OF_HEAD = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
 OWN_FLAG = (("cross_entropy_loss_fusion", True), ("cross_entropy_fusion_impl", "linear"))
@@ -69,18 +71,28 @@ def check_16_bit(case: cases.Case, device: torch.device, report: harness.Report)
     _, native, chunks = train(case, device, fused=False)
     _, fused, _ = train(case, device, fused=True)
     _, exact, _ = train(cases.in_fp32(case), device, fused=False, like=chunks)
-    check_errors(f"{case.name}: gradients", fused, native, exact, report)
+    check_errors(f"{case.name}: gradients", fused, [native], exact, report)
 
 
-def check_errors(name: str, fused: dict, native: dict, exact: dict, report: harness.Report) -> None:
-    """Our error of every gradient over Megatron's own; where its is 0, at a weight without a gradient, ours must be."""
+def check_errors(name: str, fused: dict, natives: Sequence[dict], exact: dict, report: harness.Report) -> None:
+    """Our error of every gradient over the largest of Megatron's own.
+
+    Where its is 0, at a weight without a gradient, ours must be.
+    """
     ratios = {}
-    for key, expected in exact.items():
-        error, of_native = relative_error(fused[key], expected), relative_error(native[key], expected)
-        ratios[key] = error / of_native if of_native else math.inf if error else 0.0
+    for key in exact:
+        error, *others = (relative_error(*of_module(key, grads, exact)) for grads in (fused, *natives))
+        ratios[key] = error / max(others) if max(others) else math.inf if error else 0.0
     count, worst, ratio = worst_of_all_ranks(ratios)
     detail = f"{count} tensors, worst {worst}: {ratio:.2f} times Megatron's error, allowed {ALLOWED_16_BIT}"
     report.check(name, ratio <= ALLOWED_16_BIT, detail)
+
+
+def of_module(key: str, found: dict, exact: dict) -> tuple[Tensor, Tensor]:
+    """Both gradients of this name; where they are of few numbers, all gradients of its module in one vector."""
+    module = key.rpartition(".")[0] + "."
+    together = [other for other in exact if other.startswith(module)] if exact[key].numel() < FEW else [key]
+    return torch.cat([found[name].flatten() for name in together]), torch.cat([exact[n].flatten() for n in together])
 
 
 def scaled_steps(case: cases.Case, device: torch.device, *, fused: bool) -> tuple[list[tuple[bool, float]], dict]:
@@ -122,7 +134,7 @@ def check_loss_scaler(case: cases.Case, device: torch.device, report: harness.Re
     right = steps == native_steps == expected
     report.check(f"{case.name}: overflows are skipped", right, f"native {native_steps}, flag {steps}")
     _, exact, _ = train(cases.in_fp32(case), device, fused=False, like=cases.build(case, device))
-    check_errors(f"{case.name}: gradients under the loss scaler", fused, native, exact, report)
+    check_errors(f"{case.name}: gradients under the loss scaler", fused, [native], exact, report)
 
 
 def check_weighted_loss(case: cases.Case, device: torch.device, report: harness.Report) -> None:

@@ -63,8 +63,8 @@ FURTHER_CASES = [
 IN_BF16 = [
     cases.Case(),
     cases.Case(tied=True, mtp=True, pipeline=True, main_grad=True),
-    cases.Case(sequence_parallel=True, known=True),
 ]
+EVERY_WAY = cases.in_16_bit(cases.Case(sequence_parallel=True))
 IN_FP16 = [
     cases.Case(sequence_parallel=True),
     cases.Case(sequence_parallel=True, known=True),
@@ -106,7 +106,7 @@ def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
     of_fsdp = [(sharding, case) for sharding, case in FSDP_CASES if 2 * case.ranks == max(ranks, 2)]
     if combinations == "all":
         training, of_fsdp = cases.all_combinations(), FSDP_CASES
-        in_bf16 = [*training, IN_BF16[-1]]
+        in_bf16 = training
     plain = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
     groups = (
         (check_training, training + FURTHER_CASES),
@@ -114,6 +114,7 @@ def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
         (check_captured_training, CAPTURED_CASES),
         (check_other_models, OTHER_MODEL_CASES),
         (check_16_bit, [cases.in_16_bit(case) for case in in_bf16]),
+        (functools.partial(topologies.check_topology, topologies.Topology(EVERY_WAY)), [EVERY_WAY]),
         (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in IN_FP16]),
         (check_loss_terms, [plain[1], LOSS_TERMS]),
         (check_weighted_loss, [cases.Case(known=True), cases.Case(sequence_parallel=True, known=True)]),
