@@ -216,7 +216,8 @@ def test_commands_are_accepted(command, capsys):
             pass
         case ["python", path, *arguments]:
             assert Path(path).name in TORCHRUN_PROGRAMS
-            assert set(arguments[::2]) <= {"--device", "--combinations", "--transformer-impl", "--cases", "--seconds"}
+            known = {"--device", "--combinations", "--transformer-impl", "--cases", "--seconds", "--tp"}
+            assert set(arguments[::2]) <= known
         case _:
             raise AssertionError(f"no test knows this command: {command}")
 

@@ -1,8 +1,8 @@
 """Megatron models under Megatron-FSDP and torch's FSDP2 on GPUs, the fused head on and off: gradients, and peak memory.
 
-    torchrun --nproc-per-node 1 torchrun_tests/run_megatron_fsdp.py
+    torchrun --nproc-per-node 4 torchrun_tests/run_megatron_fsdp.py [--tp 2]
 
-Megatron-FSDP needs GPUs; FSDP2 is run on CPUs by `run_megatron.py` as well. Every rank is a data-parallel one.
+Megatron-FSDP needs GPUs. `run_megatron.py` runs FSDP2 as well, on CPUs too, and with tensor parallelism.
 """
 
 import dataclasses
@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
+from scripts.arguments import OPTIONS
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+OTHER_STRATEGIES = ("no_shard", "optim", "optim_grads")
 OTHERS = [
     dataclasses.replace(ALONE, tied=True),
+    dataclasses.replace(ALONE, masked=True),
+    dataclasses.replace(ALONE, known=True),
     dataclasses.replace(ALONE, masked=True, known=True),
     cases.in_16_bit(ALONE),
     cases.in_16_bit(dataclasses.replace(ALONE, masked=True, known=True)),
@@ -90,6 +93,22 @@ def check_megatron_fsdp(
     compare_all(report, f"{name}: removed, gradients", again, native[1])
 
 
+def check_strategies(
+    tensor_parallel: int, sequence_parallel: bool, device: torch.device, report: harness.Report
+) -> None:
+    """The strategy that shards parameters in every case, the others in one."""
+    alone, *others = (
+        dataclasses.replace(case, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel)
+        for case in (ALONE, *OTHERS)
+    )
+    for strategy in OTHER_STRATEGIES:
+        check_megatron_fsdp(strategy, False, alone, device, report)
+    for case in (alone, *others):
+        for unit_head in (False, True):
+            if not (case.tied and unit_head):  # the embedding has the head's weight then
+                check_megatron_fsdp("optim_grads_params", unit_head, case, device, report)
+
+
 def check_memory(device: torch.device, report: harness.Report) -> None:
     """The flag lowers the peak memory of a step over the resting state."""
     options = megatron_runtime.GptOptions(
@@ -128,20 +147,19 @@ def peak_of_steps(model: nn.Module, inputs: tuple, labels: Tensor) -> float:
 
 
 def main() -> None:
-    arguments = harness.argument_parser(__doc__).parse_args()
+    parser = harness.argument_parser(__doc__)
+    parser.add_argument("--tp", type=int, default=1, help=f"{OPTIONS['tp'][2]} Beyond 1 only Megatron-FSDP is run.")
+    arguments = parser.parse_args()
     report = harness.Report()
-    device = megatron_runtime.initialize(1, device=arguments.device)
-    for strategy in STRATEGIES:
-        check_megatron_fsdp(strategy, False, ALONE, device, report)
-    for case in (ALONE, *OTHERS):
-        for unit_head in (False, True):
-            if not (case.tied and unit_head):  # the embedding has the head's weight then
-                check_megatron_fsdp("optim_grads_params", unit_head, case, device, report)
-    for sharding, case in FSDP2_CASES:
-        check_fsdp(sharding, case, device, report)
-    check_fsdp_errors(ALONE, device, report)
-    if device.type == "cuda":
-        check_memory(device, report)
+    device = megatron_runtime.initialize(arguments.tp, device=arguments.device)
+    for sequence_parallel in (False, True) if arguments.tp > 1 else (False,):
+        check_strategies(arguments.tp, sequence_parallel, device, report)
+    if arguments.tp == 1:
+        for sharding, case in FSDP2_CASES:
+            check_fsdp(sharding, case, device, report)
+        check_fsdp_errors(ALONE, device, report)
+        if device.type == "cuda":
+            check_memory(device, report)
     failed = report.conclude()
     megatron_runtime.teardown()
     sys.exit(1 if failed else 0)
