@@ -27,7 +27,7 @@ def stats_of(primitives, problem, columns=slice(None), **keywords):
 
 
 def merged(primitives, parts):
-    extremes, sums = primitives.sum_chunks(parts, parts, 0, True, True)
+    extremes, sums = primitives.merge_chunks(parts, parts, 0, True, True)
     torch.testing.assert_close(extremes, merge_extremes(parts, True), rtol=0.0, atol=0.0)
     return extremes, sums
 
@@ -47,7 +47,7 @@ def test_shards_cut_at_whole_chunks_give_the_same_bits(cuts, dtype, primitives, 
     starts = [sum(cuts[:i]) for i in range(len(cuts))]
     shards = [stats_of(primitives, problem, slice(a, a + n)) for a, n in zip(starts, cuts, strict=True)]
     of_all = torch.stack([merge_extremes(s, True) for s in shards])
-    extremes, sums = zip(*(primitives.sum_chunks(s, of_all, 0, True, True) for s in shards), strict=True)
+    extremes, sums = zip(*(primitives.merge_chunks(s, of_all, 0, True, True) for s in shards), strict=True)
     assert all(torch.equal(of_shard, whole_extremes) for of_shard in extremes)
     assert torch.equal(sum(sums), whole_sums)
 
@@ -61,7 +61,7 @@ def test_nothing_behind_a_slab_is_written(columns, dtype, primitives, device):
     rows, terms = Rows(problem.labels.int(), *torch.ones(2, 9, device=device)), torch.zeros(6, 9, device=device)
     buffer = torch.full((9, 512), 7.0, device=device, dtype=dtype)
     slab = buffer[:, :width]
-    where = {"first_column": columns.start, "entropy": True}
+    where = {"slab_start": columns.start, "entropy": True}
     primitives.grad_logits(problem.hidden, weight, rows, terms, slab, Options(), **where)
     assert not slab.any()
     assert (buffer[:, round_up(width, 16 // dtype.itemsize) :] == 7.0).all()

@@ -13,9 +13,9 @@ import torch
 MOST_SPILLED = {"90": 96, "100": 96}
 MOST_SPILLED_ELSEWHERE = 256
 PRODUCTS = {"_softmax_stats_kernel", "_label_logits_kernel", "_grad_logits_kernel"}
-OTHERS = """_prepare_rows_kernel _sum_chunks_kernel _finish_kernel _row_terms_kernel _grad_from_exp_kernel
+OTHERS = """_prepare_rows_kernel _merge_chunks_kernel _write_outputs_kernel _row_terms_kernel _grad_from_exp_kernel
     _softmaxes_kernel _divergence_kernel _gradient_kernel _indexed_logits_kernel _bag_sums_kernel
-    _product_stats_kernel _write_columns_kernel"""
+    _chunk_stats_of_logits_kernel _write_columns_kernel"""
 # Of the GPUs with one code (8.0, 8.6, 8.9) the one with least memory; 12.0 has its products and 9.0's loads. In what is
 # no product GPUs hardly differ.
 SOME = [["90"], *([gpu, "--calls=products"] for gpu in ("89", "100"))]

@@ -58,11 +58,11 @@ def run(
         shard = products.new_empty(2, n, slab_row_stride(width))[:, :, :width].copy_(products[:, :, columns])
         shards.append(shard)
         stats.append(products.new_zeros(DIVERGENCE_ROWS, n))
-        functions.softmaxes_of_products(heads, shard, stats[-1])
+        functions.divergence_softmaxes(heads, shard, stats[-1])
     softmaxes = merged_softmaxes(torch.stack([part[:SOFTMAX_ROWS] for part in stats]))
     for shard, part in zip(shards, stats, strict=True):
         part[:SOFTMAX_ROWS] = softmaxes
-        functions.divergence_of_products(heads, shard, part)
+        functions.divergence_sums(heads, shard, part)
     merged = torch.cat([softmaxes, torch.stack([part[SOFTMAX_ROWS:] for part in stats]).sum(dim=0)])
     outputs, to_nats = divergences_in_nats(merged, rows, kinds, beta)
     terms = gradient_terms(upstream, merged, to_nats, rows.scale, heads.student, beta)
@@ -70,7 +70,7 @@ def run(
     for shard in shards:
         stride = shard.stride(1)
         gradient = products.new_empty(n, stride)[:, : shard.shape[2]]
-        functions.gradient_of_products(heads, shard, merged, gradient)
+        functions.divergence_grad_logits(heads, shard, merged, gradient)
         gradients.append(gradient)
     return {kind: getattr(outputs, kind) for kind in kinds}, torch.cat(gradients, dim=1)
 

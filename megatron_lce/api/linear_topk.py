@@ -22,7 +22,7 @@ from megatron_lce.core.group_statistics import merged_over_group
 from megatron_lce.core.matmul import copies_to_fp32, matmul, without_autocast
 from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
 from megatron_lce.core.rows import softcap_scale
-from megatron_lce.core.statistics import CHUNK_COLUMNS, UNIT
+from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT
 from megatron_lce.core.tokens import tokens_in_blocks
 
 MOST = 1024
@@ -103,7 +103,7 @@ def _topk(call: Call, k: int) -> TopK:
         extremes[:, block.rows], sums[:, block.rows] = merged_over_group(of_chunks, call)
         del products
     del buffer
-    max_logit, log_sum = extremes[0], (sums[0].float() * UNIT).log2()
+    max_logit, log_sum = extremes[0], (sums[0].float() * FIXED_POINT_UNIT).log2()
     log_sum.masked_fill_(log_sum.isneginf(), torch.nan)  # every logit is -inf
     lse, mass = (max_logit + log_sum) * rows.to_nats, torch.empty_like(log_sum)
     of_token = 64 * k * collectives.group_size(call.options.tp_group)
@@ -160,7 +160,7 @@ def _select(products: Tensor, scale: Tensor, call: Call, k: int) -> tuple[Tensor
     products [n, C] hold whole chunks, whose last columns may lie past the vocabulary's end.
     """
     num_tokens, num_columns = products.shape[0], call.shard.columns
-    stats = call.backend.product_stats(products[:, :num_columns], scale)
+    stats = call.backend.chunk_stats_of_logits(products[:, :num_columns], scale)
     chunks = _places_of_largest(stats[:, 0].T, k)
     logits = products.view(num_tokens, -1, CHUNK_COLUMNS).take_along_dim(chunks[:, :, None], 1)
     logits.mul_(scale[:, None, None])

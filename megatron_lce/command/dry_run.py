@@ -19,7 +19,7 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, Costs, ceil_div, costs_of_parts, round_up
 from megatron_lce.core.rows import NUM_TERMS, Rows, SoftmaxOfRow
-from megatron_lce.core.statistics import CHUNK_COLUMNS, num_extremes, num_sums, packed_rows
+from megatron_lce.core.statistics import CHUNK_COLUMNS, num_extremes, num_stats, num_sums
 
 FP32 = torch.float32
 
@@ -125,7 +125,7 @@ class AllocatingBackend:
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
 
-    def costs(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
+    def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
         if weight.dtype == FP32:
             return costs_of_parts(weight.shape[1], 2, CHUNK_COLUMNS)
         return Costs(CHUNK_COLUMNS, tile_columns=2 * CHUNK_COLUMNS)
@@ -142,23 +142,23 @@ class AllocatingBackend:
         *,
         vocab_start: int,
         cache: LogitsCache | None = None,
-        columns_at_once: int | None = None,
+        max_copied_columns: int | None = None,
     ) -> Tensor:
         self._counter.multiplications += hidden.numel() * weight.shape[0]
-        stats_rows = packed_rows(options.entropy, options.telemetry)
+        stats_rows = num_stats(options.entropy, options.telemetry)
         stats = hidden.new_empty(ceil_div(weight.shape[0], CHUNK_COLUMNS), stats_rows, hidden.shape[0], dtype=FP32)
-        parts = _split(hidden), _split(weight[:columns_at_once])
+        parts = _split(hidden), _split(weight[:max_copied_columns])
         del parts
         return stats
 
-    def sum_chunks(
-        self, parts: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
+    def merge_chunks(
+        self, stats: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
     ) -> tuple[Tensor, Tensor]:
-        num_tokens = parts.shape[2]
-        sums = parts.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
-        return parts.new_empty(num_extremes(telemetry), num_tokens), sums
+        num_tokens = stats.shape[2]
+        sums = stats.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
+        return stats.new_empty(num_extremes(telemetry), num_tokens), sums
 
-    def finish(
+    def write_outputs(
         self,
         packed_extremes: Tensor,
         sums: Tensor,
@@ -186,7 +186,7 @@ class AllocatingBackend:
         out: Tensor,
         options: Options,
         *,
-        first_column: int,
+        slab_start: int,
         entropy: bool,
     ) -> None:
         self._counter.multiplications += hidden.numel() * weight.shape[0]
@@ -206,7 +206,7 @@ class AllocatingBackend:
         parts = _split(a, 3, torch.bfloat16), _split(b, 3, torch.bfloat16)
         del parts
 
-    def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    def scale_rows(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
         pass
 
 

@@ -15,7 +15,7 @@ from megatron_lce.core.rows import Rows, SoftmaxOfRow
 class Backend(Protocol):
     """The primitives of every operation."""
 
-    def costs(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
+    def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
         """Return the bytes of intermediates that the primitives allocate."""
 
     def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
@@ -33,24 +33,25 @@ class Backend(Protocol):
         *,
         vocab_start: int,
         cache: LogitsCache | None = None,
-        columns_at_once: int | None = None,  # most rows of the weight that may be copied at a time; None: all
+        max_copied_columns: int | None = None,  # most rows of the weight that may be copied at a time; None: all
     ) -> Tensor:
         """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any."""
 
-    def sum_chunks(
+    def merge_chunks(
         self,
-        parts: Tensor,  # [chunks, K, N]
+        stats: Tensor,  # [chunks, K, N]
         all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns that make up the vocabulary
         num_columns: int,  # of the chunks
         entropy: bool,
         telemetry: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return the extremes of the vocabulary [E, N], and the sums of the chunks, int64 [`num_sums`, N] in `UNIT`s.
+        """Return the extremes of the vocabulary [E, N], and the sums of the chunks, int64 [`num_sums`, N].
 
-        Sums are relative to the extremes of the vocabulary. On one rank `parts` also serve as `all_extremes`.
+        Sums are in `FIXED_POINT_UNIT`s, relative to the extremes of the vocabulary. On one rank `stats` also serve as
+        `all_extremes`.
         """
 
-    def finish(
+    def write_outputs(
         self,
         packed_extremes: Tensor,  # [E, N]
         sums: Tensor,  # int64 [`num_sums`, N]
@@ -81,7 +82,7 @@ class Backend(Protocol):
         out: Tensor,  # [N, C] of weight's dtype
         options: Options,
         *,
-        first_column: int,  # of the slab in the shard
+        slab_start: int,  # of the slab in the shard
         entropy: bool,  # `terms.entropy_term` may be nonzero
     ) -> None:
         """Write the gradient of the products `hidden @ weight.T` to `out`, scale, softcap and temperature included."""
@@ -105,7 +106,7 @@ class Backend(Protocol):
         self,
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [V, H]
-        tokens: Tensor,  # [M] int64 rows of hidden
+        token_index: Tensor,  # [M] int64 rows of hidden
         ids: Tensor,  # [M] int64 global ids; negative: padding
         rows: Rows,
         options: Options,
@@ -119,7 +120,7 @@ class Backend(Protocol):
     def bag_sums(
         self,
         matrix: Tensor,  # [R, H]
-        places: Tensor,  # [M] int64 rows of the matrix, or with a shard global ids
+        indices: Tensor,  # [M] int64 rows of the matrix, or with a shard global ids
         factors: Tensor,  # [M] fp32; 0: no term, even if the matrix is not finite there
         offsets: Tensor,  # [S + 1] int64, the first of the M terms of each sum
         out: Tensor,  # [S, H]
@@ -128,9 +129,9 @@ class Backend(Protocol):
         accumulate: bool,
         workspace_bytes: int,
     ) -> None:
-        """Write the S sums of factors * matrix[places] to `out`, or add them, always in the same order."""
+        """Write the S sums of factors * matrix[indices] to `out`, or add them, always in the same order."""
 
-    def product_stats(self, products: Tensor, row_scale: Tensor) -> Tensor:
+    def chunk_stats_of_logits(self, raw_logits: Tensor, row_scale: Tensor) -> Tensor:
         """Return `softmax_stats`, without entropy and telemetry, of fp32 products [N, C] times their scale [N]."""
 
     def write_columns(self, matrix: Tensor, columns: Tensor, values: Tensor) -> None:
@@ -139,22 +140,22 @@ class Backend(Protocol):
         Columns outside [0, C) are skipped. The others are distinct within a row.
         """
 
-    def intermediate_bytes(self, num_columns: int) -> int:
+    def divergence_scratch_bytes(self, num_columns: int) -> int:
         """Return the bytes per token that the next three functions allocate for products with so many columns."""
 
     # They read the products of student and teacher with C columns, [2, N, C] fp32, rows a multiple of `SLAB_ROW_STEP`
     # apart. `stats` [10 or 13, N] is packed `DivergenceStats`.
 
-    def softmaxes_of_products(self, heads: Heads, products: Tensor, stats: Tensor) -> None:
+    def divergence_softmaxes(self, heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
         """Fill the first `SOFTMAX_ROWS` rows of `stats` for these columns."""
 
-    def divergence_of_products(self, heads: Heads, products: Tensor, stats: Tensor) -> None:
+    def divergence_sums(self, heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
         """Fill the other rows of `stats` from the first, which may cover more columns than C."""
 
-    def gradient_of_products(
+    def divergence_grad_logits(
         self,
         heads: Heads,  # with a coefficient
-        products: Tensor,
+        raw_logits: Tensor,
         stats: Tensor,  # may cover more columns than C
         gradient: Tensor,  # [N, C] out, of the student's dtype, rows as far apart as those of the products
     ) -> None:
@@ -163,7 +164,7 @@ class Backend(Protocol):
     def matmul(self, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """Compute `out = a @ b`, or `out += ...`, at least as precisely as `megatron_lce.core.matmul`."""
 
-    def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    def scale_rows(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """Compute `out = factor * matrix`, or `out += ...`, in fp32; one factor, [], or one per row, [M].
 
         `out` [M, K] may be the matrix.

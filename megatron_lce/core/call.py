@@ -12,7 +12,7 @@ from megatron_lce.core.backend import Backend
 from megatron_lce.core.matmul import matmul
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ALIGNED_COLUMNS, HeadSize
-from megatron_lce.core.statistics import packed_rows
+from megatron_lce.core.statistics import num_stats
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Call:
             hidden=hidden.shape[1],
             columns=self.shard.largest,
             itemsize=self.weight.element_size(),
-            stats_rows=packed_rows(options.entropy, options.telemetry) + 2 * options.telemetry,
-            costs=self.backend.costs(hidden, self.weight, options.telemetry),
+            stats_rows=num_stats(options.entropy, options.telemetry) + 2 * options.telemetry,
+            costs=self.backend.scratch_bytes(hidden, self.weight, options.telemetry),
             sums_weight=self.weight.dtype != torch.float32 and options.weight_grad_sink is None,
             even=not any(columns % ALIGNED_COLUMNS for columns in (self.shard.largest, options.vocab_size or 0)),
         )

@@ -41,10 +41,10 @@ def outputs_over_group(
             logits[block.rows] = logits_over_group(hidden, block_ids, block_rows, call).view(-1, ids.shape[1])
     if not merged:
         nothing = stats_of_nothing(0, options.entropy, options.telemetry, call.hidden.device)
-        merged = [call.backend.sum_chunks(nothing, nothing, 0, options.entropy, options.telemetry)]
+        merged = [call.backend.merge_chunks(nothing, nothing, 0, options.entropy, options.telemetry)]
     extremes, sums = merged[0] if len(merged) == 1 else (torch.cat(each, dim=1) for each in zip(*merged, strict=True))
     outputs = new_outputs(rows.labels.shape[0], options, call.hidden, ids)
-    softmax, log_p = call.backend.finish(extremes, sums, rows, options, outputs), None
+    softmax, log_p = call.backend.write_outputs(extremes, sums, rows, options, outputs), None
     if ids is not None and logits is not None and outputs.candidate_logprobs is not None:
         log_p = candidate_logprobs(logits, ids, labels, rows, softmax, outputs.candidate_logprobs)
     return outputs, softmax, log_p
@@ -56,7 +56,7 @@ def _merged_stats(
     """Return extremes and sums of the vocabulary; the statistics of chunks are freed."""
     weight, start = call.weight[: call.shard.columns], call.shard.start
     stats = call.backend.softmax_stats(
-        hidden, weight, rows, call.options, vocab_start=start, cache=cache, columns_at_once=plan.stats_columns
+        hidden, weight, rows, call.options, vocab_start=start, cache=cache, max_copied_columns=plan.stats_columns
     )
     return merged_over_group(stats, call)
 
@@ -64,7 +64,7 @@ def _merged_stats(
 def merged_over_group(of_chunks: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Merge statistics [chunks, K, N] of all shards: the ranks exchange extremes, then sums.
 
-    The backend's `sum_chunks` returns integer sums, whose bits do not depend on the order (`core.statistics`).
+    The backend's `merge_chunks` returns integer sums, whose bits do not depend on the order (`core.statistics`).
     """
     group, entropy, telemetry = call.options.tp_group, call.options.entropy, call.options.telemetry
     if call.shard.columns == 0:
@@ -72,7 +72,7 @@ def merged_over_group(of_chunks: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     all_extremes = of_chunks
     if group is not None:
         all_extremes = collectives.all_gather_stack(merge_extremes(of_chunks, telemetry), group)
-    extremes, sums = call.backend.sum_chunks(of_chunks, all_extremes, call.shard.columns, entropy, telemetry)
+    extremes, sums = call.backend.merge_chunks(of_chunks, all_extremes, call.shard.columns, entropy, telemetry)
     if group is not None:
         collectives.all_reduce_sum(sums, group)
     return extremes, sums

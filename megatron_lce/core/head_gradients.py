@@ -99,7 +99,7 @@ class HeadGradients:
         acc = self._hidden_acc[token_slice]
         call.matmul(grad, call.weight[col_slice], acc, accumulate=col_slice.start > 0)
         if factor is not None and col_slice.stop == num_columns:
-            call.backend.scale(acc, factor, acc, accumulate=False)
+            call.backend.scale_rows(acc, factor, acc, accumulate=False)
 
     def _finish_hidden(self) -> None:
         """Cast the hidden gradient of the open block, 0 without slabs, and start reducing it."""
@@ -129,7 +129,7 @@ class _WeightGrad:
     """The weight gradient of this shard: a tensor of weight's dtype, an fp32 sum, or the fp32 buffer of a sink."""
 
     def __init__(self, call: Call, num_blocks: int, as_sum: bool) -> None:
-        weight, self._matmul, self._scale = call.weight, call.matmul, call.backend.scale
+        weight, self._matmul, self._scale_rows = call.weight, call.matmul, call.backend.scale_rows
         self._weight, self._num_columns, self._as_sum = weight, call.shard.columns, as_sum
         self._sink = None if as_sum else call.options.weight_grad_sink
         # fp32 gradients need no separate sum over blocks.
@@ -148,7 +148,7 @@ class _WeightGrad:
         hidden = hidden[token_slice]
         if factor is not None:  # the sum over tokens includes the factor
             unscaled, hidden = hidden, torch.empty_like(hidden)
-            self._scale(unscaled, factor, hidden, accumulate=False)
+            self._scale_rows(unscaled, factor, hidden, accumulate=False)
         out = self._out[col_slice]
         if out.dtype == torch.float32 or (is_first and is_last):
             accumulate = self._sink is not None or not (block.rows.start == 0 and is_first)

@@ -111,9 +111,9 @@ class DivergenceStats(NamedTuple):
     jsd: Tensor  # beta KL(p_t || m) + (1 - beta) KL(p_s || m)
     student_kl: Tensor  # KL(p_s || m)
     # With labels, [13, N].
-    expected: Tensor | None = None  # sum of p_s (z - max)
+    mean_shifted_logit: Tensor | None = None  # sum of p_s (z - max)
     label_logit: Tensor | None = None  # z - max of the label
-    label_owned: Tensor | None = None  # 1, or 0 if the label is not among the columns
+    has_label: Tensor | None = None  # 1, or 0 if the label is not among the columns
 
 
 SOFTMAX_ROWS = 4  # the first rows of `DivergenceStats` describe both softmaxes; the others are sums
@@ -137,9 +137,9 @@ class GradTerms(NamedTuple):
     p_term: Tensor
 
 
-def merged_softmaxes(parts: Tensor) -> Tensor:
+def merged_softmaxes(softmaxes: Tensor) -> Tensor:
     """Merge the softmax rows [S, 4, N] of S disjoint sets of columns, to [4, N]."""
-    max_logits, sums = parts[:, ::2], parts[:, 1::2]
+    max_logits, sums = softmaxes[:, ::2], softmaxes[:, 1::2]
     largest = max_logits.amax(dim=0)
     return torch.stack([largest, (max_logits - largest).exp2_().mul_(sums).sum(dim=0)], dim=1).flatten(0, 1)
 
@@ -164,9 +164,9 @@ def divergences_in_nats(
 
 def student_outputs(stats: Tensor, rows: Rows) -> LinearCrossEntropyOutput:
     """Return the student's logprobs, entropy and lse in nats, [N] each: 0 in ignored rows, NaN in broken ones."""
-    max_logit, total, *_, expected, label_logit, label_owned = stats
-    log_sum, to_nats = total.log2(), torch.where(label_owned == 0, torch.nan, rows.to_nats)
-    outputs = torch.stack([label_logit - log_sum, log_sum - expected, max_logit + log_sum])
+    max_logit, total, *_, mean_shifted_logit, label_logit, has_label = stats
+    log_sum, to_nats = total.log2(), torch.where(has_label == 0, torch.nan, rows.to_nats)
+    outputs = torch.stack([label_logit - log_sum, log_sum - mean_shifted_logit, max_logit + log_sum])
     return LinearCrossEntropyOutput(*torch.where(rows.ignored, 0.0, outputs * to_nats))
 
 

@@ -41,7 +41,12 @@ class _KnownLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, gradients: HeadGradients, call: Call, name: str
     ) -> Tensor:
         ctx.save_for_backward(weight, *gradients.results())  # `results` waits for the reductions
-        ctx.sink, ctx.name, ctx.scale, ctx.scaled = call.options.weight_grad_sink, name, call.backend.scale, False
+        ctx.sink, ctx.name, ctx.scale_rows, ctx.scaled = (
+            call.options.weight_grad_sink,
+            name,
+            call.backend.scale_rows,
+            False,
+        )
         ctx.hidden_dtype = hidden.dtype
         return loss.clone()
 
@@ -55,15 +60,15 @@ class _KnownLoss(torch.autograd.Function):
         if (unscaled := grad_hidden) is not None:
             if unscaled.dtype != ctx.hidden_dtype:
                 grad_hidden = torch.empty_like(unscaled, dtype=ctx.hidden_dtype)
-            ctx.scale(unscaled, factor, grad_hidden, accumulate=False)
+            ctx.scale_rows(unscaled, factor, grad_hidden, accumulate=False)
         grad_weight = None
         if weight_sum is not None and ctx.sink is not None:
-            ctx.scale(weight_sum, factor, ctx.sink.buffer()[: weight_sum.shape[0]], accumulate=True)
+            ctx.scale_rows(weight_sum, factor, ctx.sink.buffer()[: weight_sum.shape[0]], accumulate=True)
             grad_weight = ctx.sink.finish()
         elif weight_sum is not None:
             num_columns, in_place = weight_sum.shape[0], weight_sum.dtype == weight.dtype
             grad_weight = weight_sum if in_place and num_columns == weight.shape[0] else torch.empty_like(weight)
-            ctx.scale(weight_sum, factor, grad_weight[:num_columns], accumulate=False)
+            ctx.scale_rows(weight_sum, factor, grad_weight[:num_columns], accumulate=False)
             grad_weight[num_columns:].zero_()
         return grad_hidden, grad_weight, None, None, None, None
 

@@ -63,7 +63,7 @@ class GradLogitsInputs:
             terms,
             grad,
             call.options,
-            first_column=col_slice.start,
+            slab_start=col_slice.start,
             entropy=self.entropy,
         )
         if self.candidates is not None:
@@ -82,7 +82,7 @@ class GradLogitsInputs:
         copied = grad[:, : cached.shape[1]]
         torch.index_select(cached, 0, index, out=copied)
         if self.cached.factor is not None:
-            self.call.backend.scale(copied, self.cached.factor[index], copied, accumulate=False)
+            self.call.backend.scale_rows(copied, self.cached.factor[index], copied, accumulate=False)
         return cached.shape[1]
 
     def use_cache(self, cache: LogitsCache, plan: Plan) -> None:
@@ -97,7 +97,7 @@ class GradLogitsInputs:
                 self.write(cache.exp, slice(0, num_tokens), slice(0, num_columns))
                 self.cached = CachedGradLogits(cache.exp)
             return
-        # With an entropy, exponentials are relative to different references.
+        # With an entropy, exponentials are relative to different shifts.
         factored = self.candidates is None and not call.options.entropy and num_columns == call.shard.columns
         factor = call.backend.grad_logits_from_cache(
             cache, self.rows, self.terms, call.options, entropy=self.entropy, factored=factored and plan.scales_hidden

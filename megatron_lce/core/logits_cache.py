@@ -10,20 +10,20 @@ from megatron_lce.core.plan import HeadSize, ceil_div, slab_row_stride
 
 
 class LogitsCache(NamedTuple):
-    """Exponentials 2^(z - reference) of the first columns, in the dtype of the inputs; one reference per row and chunk.
+    """Exponentials 2^(z - shift) of the first columns, in the dtype of the inputs; one shift per row and chunk.
 
-    The Triton backend's `softmax_stats` chooses the reference: 0 if the dtype can represent the exponential of the
-    chunk's largest logit, else that logit. If every reference of a row is 0, one factor turns its exponentials into
-    probabilities. With an entropy or a softcap, the gradient needs the logarithm of the exponential. The reference is
+    The Triton backend's `softmax_stats` chooses the shift: 0 if the dtype can represent the exponential of the
+    chunk's largest logit, else that logit. If every shift of a row is 0, one factor turns its exponentials into
+    probabilities. With an entropy or a softcap, the gradient needs the logarithm of the exponential. The shift is
     then always the largest logit, for which the logarithm is exact.
     """
 
     exp: Tensor  # [N, C], rows a multiple of `SLAB_ROW_STEP` apart, zeros behind them
-    reference: Tensor  # [chunks, N] fp32, base 2
+    shift: Tensor  # [chunks, N] fp32, base 2
 
     def select(self, rows: slice) -> "LogitsCache":
         """Return a view of some of the rows."""
-        return LogitsCache(self.exp[rows], self.reference[:, rows])
+        return LogitsCache(self.exp[rows], self.shift[:, rows])
 
 
 def new_cache(size: HeadSize, num_tokens: int, num_columns: int, like: Tensor) -> LogitsCache | None:

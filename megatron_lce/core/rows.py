@@ -73,7 +73,7 @@ def softcap_scale(options: Options) -> float | None:
     return None if options.softcap is None else options.logits_scale / options.softcap
 
 
-def inner_factor(options: Options) -> float:
+def softcap_scale_or_one(options: Options) -> float:
     """Return the part of d logit / d product that is not in `Rows.scale`: the factor inside the tanh of a softcap."""
     scale = softcap_scale(options)
     return 1.0 if scale is None else scale

@@ -17,7 +17,7 @@ from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.matmul import without_autocast
-from megatron_lce.core.rows import Rows, inner_factor
+from megatron_lce.core.rows import Rows, softcap_scale_or_one
 from megatron_lce.core.statistics import LN_2
 from megatron_lce.core.tokens import Tokens, tokens_in_blocks
 
@@ -139,7 +139,7 @@ class LogitsAtFunction(torch.autograd.Function):
         hidden, weight, scale, logits, slopes, *rest = ctx.saved_tensors
         call, ids, needs = ctx.call.with_tensors(hidden, weight), Ids(*rest), ctx.needs_input_grad
         with without_autocast(hidden.device, "linear_logits_at backward"):
-            factors, grad = scale * (inner_factor(call.options) * LN_2), grad.reshape(-1).float()
+            factors, grad = scale * (softcap_scale_or_one(call.options) * LN_2), grad.reshape(-1).float()
             factors = factors[ids.rows] * grad if slopes is None else (factors * grad)[ids.rows] * slopes
             if logits is not None:
                 factors *= 1.0 - (logits / scale[ids.rows]).square_()

@@ -12,15 +12,15 @@ and with M the largest of the whole vocabulary,
     T = sum over chunks of 2^(m - M) (sum_exp_logit + (m - M) sum_exp)       entropy = log2(S) - T / S
 
 Nothing cancels: all terms of a sum have the same sign, and the largest logit contributes exactly 1 to S, so that no
-logprob is ever positive. The terms of S and T are rounded to integer multiples of `UNIT`, whose sum does not depend on
-the order: outputs have the same bits however the vocabulary is split over ranks, as long as it is split between chunks.
-Rounding adds an error of 2^-37 per chunk to a sum of at least 1.
+logprob is ever positive. The terms of S and T are rounded to integer multiples of `FIXED_POINT_UNIT`, whose sum does
+not depend on the order: outputs have the same bits however the vocabulary is split over ranks, as long as it is split
+between chunks. Rounding adds an error of 2^-37 per chunk to a sum of at least 1.
 
 Telemetry adds the sums of 2^(2 (z - m)), z and z^2. The first is merged as S is, with the square of the factor. The
 others are rounded as sums of z / A and (z / A)^2, where A is the largest absolute logit of the vocabulary; their error
 is relative to A. The number of columns is summed, too.
 
-The statistics of a chunk are the rows of `parts` [chunks, K, N] fp32: extremes, then sums. If a logit of the chunk is
+The statistics of a chunk are the rows of `stats` [chunks, K, N] fp32: extremes, then sums. If a logit of the chunk is
 NaN, its largest logit is NaN.
 """
 
@@ -34,7 +34,7 @@ LN_2 = 0.6931471805599453
 CHUNK_COLUMNS = 128
 LOWEST_LOGIT = float(torch.finfo(torch.float32).min)  # stands for -inf in 0 * -inf and -inf - -inf
 NO_ID = 2**31 - 1  # the argmax of no columns: no id is larger
-UNIT = 2.0**-36  # S and T are integers times this: 2^63 units are the sum of 2^27 equal logits
+FIXED_POINT_UNIT = 2.0**-36  # S and T are integers times this: 2^63 units are the sum of 2^27 equal logits
 
 
 class Extremes(NamedTuple):
@@ -56,7 +56,7 @@ def num_sums(entropy: bool, telemetry: bool) -> int:
     return 1 + entropy + 4 * telemetry
 
 
-def packed_rows(entropy: bool, telemetry: bool) -> int:
+def num_stats(entropy: bool, telemetry: bool) -> int:
     """Return K, the number of rows of a chunk: extremes, sum_exp, with an entropy sum_exp_logit, the others."""
     return num_extremes(telemetry) + num_sums(entropy, telemetry) - telemetry
 
@@ -67,19 +67,19 @@ def unpack_extremes(packed: Tensor, telemetry: bool) -> Extremes:
     return Extremes(*rows[:3], *(row.view(torch.int32) for row in rows[3:]))
 
 
-def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
+def merge_extremes(extremes: Tensor, telemetry: bool) -> Tensor:
     """Merge the extremes [S, E or more, N] of S disjoint sets of columns, to [E, N]."""
-    merged = parts[:, :2].amax(dim=0)  # NaN if any is
+    merged = extremes[:, :2].amax(dim=0)  # NaN if any is
     if not telemetry:
         return merged
-    ids = torch.where(parts[:, 0] == merged[0], parts[:, 3].view(torch.int32), NO_ID)
+    ids = torch.where(extremes[:, 0] == merged[0], extremes[:, 3].view(torch.int32), NO_ID)
     argmax = ids.amin(dim=0, keepdim=True).view(torch.float32)  # the lowest on ties
-    return torch.cat([merged, parts[:, 2].amin(dim=0, keepdim=True), argmax])
+    return torch.cat([merged, extremes[:, 2].amin(dim=0, keepdim=True), argmax])
 
 
 def stats_of_nothing(num_tokens: int, entropy: bool, telemetry: bool, device: torch.device) -> Tensor:
     """Return statistics [1, K, N] of a chunk without columns, as of a shard that is all padding."""
-    stats = torch.zeros(1, packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32, device=device)
+    stats = torch.zeros(1, num_stats(entropy, telemetry), num_tokens, dtype=torch.float32, device=device)
     stats[:, :2] = -torch.inf
     if telemetry:
         stats[:, 2] = torch.inf  # the smallest logit

@@ -1,7 +1,7 @@
 """The pass of `linear_token_loss`: each block of tokens goes from statistics to gradients at once.
 
 1. The backend computes the statistics of a block and caches all its exponentials; the ranks merge the statistics.
-2. `finish` computes the outputs, with which the caller's loss is called. Autograd gives their upstream gradients.
+2. `write_outputs` computes what the caller's loss is called with. Autograd gives the outputs' upstream gradients.
 3. Cached exponentials become gradients in place; two matrix products add them to the gradients of hidden and weight.
    The block's hidden gradient is reduced over the group while the second one runs; forward waits for it.
 

@@ -249,20 +249,20 @@ class TwoHeadGradLogits:
             softmaxes, sums = stats[:SOFTMAX_ROWS], stats[SOFTMAX_ROWS:]
             raw_logits = _raw_logits(heads, buffer) if call.shard.columns > 0 else None
             if raw_logits is not None:
-                backend.softmaxes_of_products(heads, raw_logits, stats)
+                backend.divergence_softmaxes(heads, raw_logits, stats)
             else:
                 stats.zero_()
                 softmaxes[::2] = -torch.inf  # the largest of no logits
             if group is not None:
                 softmaxes.copy_(merged_softmaxes(collectives.all_gather_stack(softmaxes, group)))
             if raw_logits is not None:
-                backend.divergence_of_products(heads, raw_logits, stats)
+                backend.divergence_sums(heads, raw_logits, stats)
             if group is not None:
                 sums.copy_(collectives.all_gather_stack(sums, group).sum(dim=0))
             if find_terms is not None and heads.terms is not None:
                 heads.terms.copy_(find_terms(stats, token_slice))
             if raw_logits is not None and self.cached is not None:
-                backend.gradient_of_products(heads, raw_logits, stats, self.cached.grad[token_slice])
+                backend.divergence_grad_logits(heads, raw_logits, stats, self.cached.grad[token_slice])
 
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Recompute both heads' logits, and write the student's gradient to a slab."""
@@ -270,7 +270,7 @@ class TwoHeadGradLogits:
             self._logits_buffer = self._new_buffer()
         heads = self.heads.block(token_slice, col_slice)
         raw_logits = _raw_logits(heads, self._logits_buffer)
-        self.call.backend.gradient_of_products(heads, raw_logits, self.stats[:, token_slice], grad)
+        self.call.backend.divergence_grad_logits(heads, raw_logits, self.stats[:, token_slice], grad)
 
     def _new_buffer(self) -> Tensor:
         return self.call.hidden.new_empty(0, dtype=torch.float32)
@@ -296,7 +296,7 @@ def _plan(
         ValueError: the workspace is too small for forward or backward.
     """
     copied_row = max(4 * head.hidden.shape[1] * copies_to_fp32(head.hidden) for head in (student, teacher))
-    size = size_of_two_heads(call.size, call.backend.intermediate_bytes(call.shard.largest) + copied_row)
+    size = size_of_two_heads(call.size, call.backend.divergence_scratch_bytes(call.shard.largest) + copied_row)
     given, copied = call.options.workspace_bytes, COLUMN_STEP * copied_row
     smallest = copied + size.smallest_workspace(needs_grad=True, needs_weight=True)
     if given < smallest:

@@ -11,52 +11,52 @@ _LARGEST_RATIO = 126.0  # bound of log2 of a ratio of probabilities
 _CHUNK_COLUMNS = 1024  # columns of a chunk
 
 
-def intermediate_bytes(num_columns: int) -> int:
+def divergence_scratch_bytes(num_columns: int) -> int:
     return 6 * 4 * min(num_columns, _CHUNK_COLUMNS)  # six fp32 numbers a logit
 
 
-def softmaxes_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None:
-    of_chunks = [_chunk_stats(heads, part) for part in products.split(_CHUNK_COLUMNS, dim=2)]
+def divergence_softmaxes(heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
+    of_chunks = [_chunk_stats(heads, part) for part in raw_logits.split(_CHUNK_COLUMNS, dim=2)]
     stats[:SOFTMAX_ROWS] = merged_softmaxes(torch.stack(of_chunks))
 
 
-def divergence_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None:
+def divergence_sums(heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
     of_chunks = [
-        _chunk_divergence(heads, products, columns, stats) for columns in cut(products.shape[2], _CHUNK_COLUMNS)
+        _chunk_divergence(heads, raw_logits, columns, stats) for columns in cut(raw_logits.shape[2], _CHUNK_COLUMNS)
     ]
     rows = DivergenceStats(*stats)
     for name in of_chunks[0]:
         torch.sum(torch.stack([sums[name] for sums in of_chunks]), dim=0, out=getattr(rows, name))
 
 
-def gradient_of_products(heads: Heads, products: Tensor, stats: Tensor, gradient: Tensor) -> None:
-    for columns in cut(products.shape[2], _CHUNK_COLUMNS):
-        _chunk_gradient(heads, products[:, :, columns], stats, gradient[:, columns])
+def divergence_grad_logits(heads: Heads, raw_logits: Tensor, stats: Tensor, gradient: Tensor) -> None:
+    for columns in cut(raw_logits.shape[2], _CHUNK_COLUMNS):
+        _chunk_gradient(heads, raw_logits[:, :, columns], stats, gradient[:, columns])
 
 
 # A function per chunk frees its tensors before the next chunk allocates.
 
 
-def _logits(head: Head, products: Tensor) -> Tensor:
+def _logits(head: Head, raw_logits: Tensor) -> Tensor:
     """Return base-2 logits, [N, C]."""
     assert head.scale is not None
     if head.softcap_scale is None:
-        return products * head.scale[:, None]
-    return (products * head.softcap_scale).tanh_().mul_(head.scale[:, None])
+        return raw_logits * head.scale[:, None]
+    return (raw_logits * head.softcap_scale).tanh_().mul_(head.scale[:, None])
 
 
-def _chunk_stats(heads: Heads, products: Tensor) -> Tensor:
+def _chunk_stats(heads: Heads, raw_logits: Tensor) -> Tensor:
     """Return the largest logit and the sum of exponentials of one chunk for both heads, [4, N]."""
     stats = []
-    for logits in map(_logits, heads[:2], products):
+    for logits in map(_logits, heads[:2], raw_logits):
         largest, zero_or_nan = logits.amax(dim=1), logits.amin(dim=1) * 0.0  # the sum of 2^-inf would be finite
         stats += [largest, logits.sub_(largest[:, None]).exp2_().sum(dim=1) + zero_or_nan]
     return torch.stack(stats)
 
 
-def _chunk_divergence(heads: Heads, products: Tensor, columns: slice, stats: Tensor) -> dict[str, Tensor]:
+def _chunk_divergence(heads: Heads, raw_logits: Tensor, columns: slice, stats: Tensor) -> dict[str, Tensor]:
     """Return the sums of one chunk for rows of `DivergenceStats` behind the softmaxes, [N] each."""
-    student, teacher = map(_logits, heads[:2], products[:, :, columns])
+    student, teacher = map(_logits, heads[:2], raw_logits[:, :, columns])
     p_s, p_t = _probability(student, *stats[:2]), _probability(teacher, *stats[2:4])
     ratio = _log_ratio(student, teacher, stats)
     sums: dict[str, Tensor] = {}
@@ -66,8 +66,8 @@ def _chunk_divergence(heads: Heads, products: Tensor, columns: slice, stats: Ten
         place = torch.where(has_label, heads.labels - columns.start, 0).long()
         student.sub_(stats[0][:, None])
         label_logit = torch.where(has_label, student.gather(1, place[:, None])[:, 0], 0.0)
-        expected = student.mul_(p_s).sum(dim=1)
-        sums |= {"expected": expected, "label_logit": label_logit, "label_owned": has_label.float()}
+        mean_shifted_logit = student.mul_(p_s).sum(dim=1)
+        sums |= {"mean_shifted_logit": mean_shifted_logit, "label_logit": label_logit, "has_label": has_label.float()}
     del student
     if "forward_kl" in heads.kinds:
         sums["forward_kl"] = (p_t * ratio).sum(dim=1)
@@ -85,12 +85,12 @@ def _chunk_divergence(heads: Heads, products: Tensor, columns: slice, stats: Ten
     return sums
 
 
-def _chunk_gradient(heads: Heads, products: Tensor, stats: Tensor, gradient: Tensor) -> None:
+def _chunk_gradient(heads: Heads, raw_logits: Tensor, stats: Tensor, gradient: Tensor) -> None:
     """Write one chunk of the gradient of the student's products."""
     assert heads.terms is not None
     assert heads.student.scale is not None
     terms = GradTerms(*heads.terms.unsqueeze(2))
-    student, teacher = map(_logits, heads[:2], products)
+    student, teacher = map(_logits, heads[:2], raw_logits)
     ratio = _log_ratio(student, teacher, stats)
     p_s = _probability(student, *stats[:2])
     difference = p_s - _probability(teacher, *stats[2:4]) if "forward_kl" in heads.kinds else None

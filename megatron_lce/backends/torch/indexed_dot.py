@@ -9,22 +9,24 @@ from megatron_lce.core.rows import Rows, softcap_scale
 
 
 def indexed_logits(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, ids: Tensor, rows: Rows, options: Options, shard: Shard
+    hidden: Tensor, weight: Tensor, token_index: Tensor, ids: Tensor, rows: Rows, options: Options, shard: Shard
 ) -> Tensor:
-    found = hidden.new_empty(2, ids.shape[0], dtype=torch.float32)
-    logits, cap = found[0], softcap_scale(options)
+    logits_and_owners = hidden.new_empty(2, ids.shape[0], dtype=torch.float32)
+    logits, cap = logits_and_owners[0], softcap_scale(options)
     local, elsewhere = _local(ids, shard)
     bytes_of_one = hidden.shape[1] * (2 * hidden.element_size() + 3 * 4)  # both rows, in fp32 too, and their product
     for part in cut(ids.shape[0], max(1, options.workspace_bytes // bytes_of_one)):
         of_weight = weight.index_select(0, local[part]).float()
-        torch.sum(of_weight.mul_(hidden.index_select(0, tokens[part])), dim=1, out=logits[part])
+        torch.sum(of_weight.mul_(hidden.index_select(0, token_index[part])), dim=1, out=logits[part])
     if options.logits_dtype is not None:
         logits.copy_(logits.to(options.logits_dtype))
     if cap is not None:
         logits.mul_(cap).tanh_()
-    logits.mul_(rows.scale[tokens]).add_(0.0).masked_fill_(elsewhere, 0.0)  # -0.0 is 0.0, as after a sum over ranks
-    found[1] = ~elsewhere | (ids < 0)
-    return found
+    logits.mul_(rows.scale[token_index]).add_(0.0).masked_fill_(
+        elsewhere, 0.0
+    )  # -0.0 is 0.0, as after a sum over ranks
+    logits_and_owners[1] = ~elsewhere | (ids < 0)
+    return logits_and_owners
 
 
 def _local(ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
@@ -36,7 +38,7 @@ def _local(ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
 
 def bag_sums(
     matrix: Tensor,
-    places: Tensor,
+    indices: Tensor,
     factors: Tensor,
     offsets: Tensor,
     out: Tensor,
@@ -45,13 +47,13 @@ def bag_sums(
     accumulate: bool,
     workspace_bytes: int,
 ) -> None:
-    bytes_of_column = places.shape[0] * (matrix.element_size() + 2 * 4) + 2 * 4 * out.shape[0]
+    bytes_of_column = indices.shape[0] * (matrix.element_size() + 2 * 4) + 2 * 4 * out.shape[0]
     zero_mask = factors == 0
     if shard is not None:
-        places, elsewhere = _local(places, shard)
+        indices, elsewhere = _local(indices, shard)
         zero_mask |= elsewhere
     for columns in cut(out.shape[1], max(1, workspace_bytes // max(bytes_of_column, 1))):
-        terms = matrix[:, columns].index_select(0, places).float().mul_(factors[:, None])
+        terms = matrix[:, columns].index_select(0, indices).float().mul_(factors[:, None])
         terms.masked_fill_(zero_mask[:, None], 0.0)
         sums = torch.segment_reduce(terms, "sum", offsets=offsets, unsafe=True)
         out[:, columns] = out[:, columns].float() + sums if accumulate else sums

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.torch.divergence import (
-    divergence_of_products,
-    gradient_of_products,
-    intermediate_bytes,
-    softmaxes_of_products,
+    divergence_grad_logits,
+    divergence_scratch_bytes,
+    divergence_softmaxes,
+    divergence_sums,
 )
 from megatron_lce.backends.torch.indexed_dot import bag_sums, indexed_logits, write_columns
-from megatron_lce.backends.torch.row_values import finish, prepare_rows, row_terms
+from megatron_lce.backends.torch.row_values import prepare_rows, row_terms, write_outputs
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.matmul import copies_to_fp32, matmul
 from megatron_lce.core.options import Options
@@ -18,19 +18,19 @@ from megatron_lce.core.plan import Costs, cut
 from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, softcap_scale
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
+    FIXED_POINT_UNIT,
     LOWEST_LOGIT,
-    UNIT,
     merge_extremes,
     num_extremes,
+    num_stats,
     num_sums,
-    packed_rows,
     unpack_extremes,
 )
 
-_ROWS = 1024  # rows that `scale` holds in fp32 at a time
+_ROWS = 1024  # rows that `scale_rows` holds in fp32 at a time
 
 
-def costs(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
+def scratch_bytes(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
     # Without a cache, which would save little where this backend runs.
     hidden_row, weight_row = upcast_row_bytes(hidden, weight.dtype), upcast_row_bytes(weight, weight.dtype)
     return Costs(
@@ -46,7 +46,7 @@ def costs(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
 def grad_logits_from_cache(
     cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
 ) -> Tensor | None:
-    raise AssertionError("`costs` allow no cache")
+    raise AssertionError("`scratch_bytes` allows no cache")
 
 
 def softmax_stats(
@@ -57,45 +57,47 @@ def softmax_stats(
     *,
     vocab_start: int,
     cache: LogitsCache | None = None,
-    columns_at_once: int | None = None,
+    max_copied_columns: int | None = None,
 ) -> Tensor:
     # One product per chunk: for another width, a library may sum in another order.
     chunks = list(cut(weight.shape[0], CHUNK_COLUMNS))
     entropy, telemetry = options.entropy, options.telemetry
-    parts = hidden.new_empty(len(chunks), packed_rows(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
+    stats = hidden.new_empty(len(chunks), num_stats(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
     if upcast_row_bytes(hidden, weight.dtype):
         hidden = hidden.float()
-    for part, columns in zip(parts, chunks, strict=True):
+    for chunk_out, columns in zip(stats, chunks, strict=True):
         logits = logits_base2(hidden, weight[columns], rows.scale, options)
-        part.copy_(chunk_stats(logits, rows.labels - columns.start, vocab_start + columns.start, entropy, telemetry))
-    return parts
+        chunk_out.copy_(
+            chunk_stats(logits, rows.labels - columns.start, vocab_start + columns.start, entropy, telemetry)
+        )
+    return stats
 
 
-def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
-    num_tokens, num_columns = products.shape
-    nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=products.device)
-    parts = [
-        chunk_stats(products[:, columns] * row_scale[:, None], nowhere, 0, False, False)
+def chunk_stats_of_logits(raw_logits: Tensor, row_scale: Tensor) -> Tensor:
+    num_tokens, num_columns = raw_logits.shape
+    nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=raw_logits.device)
+    stats = [
+        chunk_stats(raw_logits[:, columns] * row_scale[:, None], nowhere, 0, False, False)
         for columns in cut(num_columns, CHUNK_COLUMNS)
     ]
-    return torch.stack(parts) if parts else products.new_empty(0, packed_rows(False, False), num_tokens)
+    return torch.stack(stats) if stats else raw_logits.new_empty(0, num_stats(False, False), num_tokens)
 
 
-def sum_chunks(
-    parts: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
+def merge_chunks(
+    stats: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
 ) -> tuple[Tensor, Tensor]:
     # Chunk by chunk: torch may round an exponential differently depending on its place in a longer tensor.
     packed_extremes = merge_extremes(all_extremes, telemetry)
     extremes = unpack_extremes(packed_extremes, telemetry)
-    sums = torch.zeros(num_sums(entropy, telemetry), parts.shape[2], dtype=torch.int64, device=parts.device)
+    sums = torch.zeros(num_sums(entropy, telemetry), stats.shape[2], dtype=torch.int64, device=stats.device)
     max_abs_logit = None
     if extremes.min_logit is not None:
         max_abs_logit = torch.maximum(extremes.max_logit.abs(), extremes.min_logit.abs())
         max_abs_logit = torch.where(max_abs_logit > 0, max_abs_logit, 1.0)
         sums[-1] = num_columns
-    for part in parts:
-        sum_exp, *others = part[num_extremes(telemetry) :]
-        shift = part[0] - extremes.max_logit
+    for chunk in stats:
+        sum_exp, *others = chunk[num_extremes(telemetry) :]
+        shift = chunk[0] - extremes.max_logit
         factor = shift.exp2()
         terms = [factor * sum_exp]
         if entropy:
@@ -108,7 +110,7 @@ def sum_chunks(
                 sum_logit_squared / max_abs_logit / max_abs_logit,
             ]
         for total, term in zip(sums, terms, strict=False):
-            total += (term / UNIT).long()
+            total += (term / FIXED_POINT_UNIT).long()
     return packed_extremes, sums
 
 
@@ -120,7 +122,7 @@ def grad_logits(
     out: Tensor,
     options: Options,
     *,
-    first_column: int,
+    slab_start: int,
     entropy: bool,
 ) -> None:
     each = RowTerms(*terms[:, :, None])
@@ -132,7 +134,7 @@ def grad_logits(
         grad.mul_(log_p.clamp_(min=LOWEST_LOG_P).mul_(-each.entropy_term).add_(each.p_term))
     else:
         grad.mul_(each.p_term)
-    labels = rows.labels - first_column
+    labels = rows.labels - slab_start
     has_label = (labels >= 0) & (labels < weight.shape[0])
     column = torch.where(has_label, labels, 0).long()[:, None]
     grad.scatter_(1, column, grad.gather(1, column) + torch.where(has_label[:, None], each.label_term, 0.0))
@@ -187,7 +189,7 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, te
     return torch.stack(stats + sum_exp_squared + logit_sums)
 
 
-def scale(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
+def scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
     for rows in cut(matrix.shape[0], _ROWS):
         scaled = matrix[rows].float() * (factor[rows, None] if factor.dim() else factor)
         out[rows].copy_(scaled.add_(out[rows]) if accumulate else scaled)

@@ -12,10 +12,10 @@ from megatron_lce.core.rows import (
     Rows,
     RowTerms,
     SoftmaxOfRow,
-    inner_factor,
     logits_factor,
+    softcap_scale_or_one,
 )
-from megatron_lce.core.statistics import CHUNK_COLUMNS, LN_2, UNIT, unpack_extremes
+from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT, LN_2, unpack_extremes
 
 
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
@@ -37,7 +37,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
     )
 
 
-def finish(
+def write_outputs(
     packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options, outputs: LinearCrossEntropyOutput
 ) -> SoftmaxOfRow:
     extremes = unpack_extremes(packed_extremes, options.telemetry)
@@ -48,7 +48,7 @@ def finish(
     def in_nats(value: Tensor) -> Tensor:
         return torch.where(ignored, 0.0, value * to_nats)
 
-    sum_exp, *others = (sums.float() * UNIT).unbind()
+    sum_exp, *others = (sums.float() * FIXED_POINT_UNIT).unbind()
     log_sum = sum_exp.log2()
     label_logprob = (extremes.label_logit - extremes.max_logit) - log_sum
     # Integer sums cannot be NaN; the largest logit is NaN if any logit is.
@@ -88,7 +88,7 @@ def row_terms(
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     ignored = rows.ignored
     # A logprob that is not finite makes all terms NaN.
-    factor = (rows.to_nats + softmax.label_logprob * 0.0) * rows.scale * inner_factor(options)
+    factor = (rows.to_nats + softmax.label_logprob * 0.0) * rows.scale * softcap_scale_or_one(options)
     zero = torch.zeros_like(factor)
     label_term = zero if grad_logprobs is None else grad_logprobs
     p_term = (zero if grad_lse is None else grad_lse) - label_term

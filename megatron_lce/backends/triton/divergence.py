@@ -1,7 +1,7 @@
 """Kernels of divergences. Each reads the products of both heads once.
 
     _softmaxes_kernel      -> student_max, student_sum, teacher_max, teacher_sum
-    _divergence_kernel     -> the sums of `DivergenceStats` (, expected, label_logit, label_owned)
+    _divergence_kernel     -> the sums of `DivergenceStats` (, mean_shifted_logit, label_logit, has_label)
     _gradient_kernel       -> gradient of the student's products
 
 Between them the ranks merge the softmaxes, then the sums. All kernels are limited by memory bandwidth.
@@ -22,36 +22,36 @@ _VEC = tl.constexpr(4)  # columns that share a running maximum, as many as a thr
 
 # Rows of `DivergenceStats` and `GradTerms`.
 _S_MAX, _S_SUM, _T_MAX, _T_SUM, *_SUMS = map(tl.constexpr, range(len(DivergenceStats._fields)))
-_FORWARD_KL, _REVERSE_KL, _TV, _TV_SIGN, _JSD, _STUDENT_KL, _EXPECTED, _LABEL_LOGIT, _LABEL_OWNED = _SUMS
+_FORWARD_KL, _REVERSE_KL, _TV, _TV_SIGN, _JSD, _STUDENT_KL, _MEAN_SHIFTED_LOGIT, _LABEL_LOGIT, _HAS_LABEL = _SUMS
 _FORWARD_TERM, _REVERSE_TERM, _TV_TERM, _JSD_TERM, _P_TERM = map(tl.constexpr, range(len(GradTerms._fields)))
 
 
 class _Head(NamedTuple):
     """What the kernels read of a head."""
 
-    products: Tensor  # [N, V] fp32, rows row_stride apart
+    raw_logits: Tensor  # [N, V] fp32, rows row_stride apart
     scale: Tensor | None  # [N] fp32
     softcap_scale: float | None
 
 
-def intermediate_bytes(num_columns: int) -> int:
+def divergence_scratch_bytes(num_columns: int) -> int:
     return 0
 
 
-def softmaxes_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None:
-    _launch(_softmaxes_kernel, heads, products, stats)
+def divergence_softmaxes(heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
+    _launch(_softmaxes_kernel, heads, raw_logits, stats)
 
 
-def divergence_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None:
-    _launch(_divergence_kernel, heads, products, stats, label_ptr=heads.labels, **_formulas(heads))
+def divergence_sums(heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
+    _launch(_divergence_kernel, heads, raw_logits, stats, label_ptr=heads.labels, **_formulas(heads))
 
 
-def gradient_of_products(heads: Heads, products: Tensor, stats: Tensor, gradient: Tensor) -> None:
-    assert gradient.stride() == products.stride()[1:]
+def divergence_grad_logits(heads: Heads, raw_logits: Tensor, stats: Tensor, gradient: Tensor) -> None:
+    assert gradient.stride() == raw_logits.stride()[1:]
     terms = heads.terms
     assert terms is not None
     per_row = {"terms_ptr": terms, "terms_stride": terms.stride(0), "out_ptr": gradient}
-    _launch(_gradient_kernel, heads, products, stats, **per_row, **_formulas(heads))
+    _launch(_gradient_kernel, heads, raw_logits, stats, **per_row, **_formulas(heads))
 
 
 def _formulas(heads: Heads) -> dict[str, Any]:
@@ -61,24 +61,24 @@ def _formulas(heads: Heads) -> dict[str, Any]:
     return weights | {kind.upper(): kind in heads.kinds for kind in KINDS} | {"STUDENT_IS_HEAVIER": beta <= 0.5}
 
 
-def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, **extra: Any) -> None:
-    _, num_tokens, num_columns = products.shape
+def _launch(kernel: Any, heads: Heads, raw_logits: Tensor, stats: Tensor, **extra: Any) -> None:
+    _, num_tokens, num_columns = raw_logits.shape
     programs = tiles.jsd_programs(num_columns)
     block_n = tiles.block_rows(programs.block_n, num_tokens)
     student, teacher = (
-        _Head(raw, head.scale, head.softcap_scale) for raw, head in zip(products, heads[:2], strict=True)
+        _Head(raw, head.scale, head.softcap_scale) for raw, head in zip(raw_logits, heads[:2], strict=True)
     )
     tiles.launch(
         kernel,
         (ceil_div(num_tokens, block_n),),
-        products,
+        raw_logits,
         fp_fusion=False,  # a logit must have the same bits in every reading
         student_head=student,
         teacher_head=teacher,
         stats_ptr=stats,
         N=num_tokens,
         V=num_columns,
-        row_stride=products.stride(1),
+        row_stride=raw_logits.stride(1),
         stats_stride=stats.stride(0),
         BLOCK_N=block_n,
         BLOCK_V=programs.block_v,
@@ -147,7 +147,7 @@ def _divergence_kernel(
     student_max, teacher_max, student_inverse, teacher_inverse, log_sums, zero_or_nan = _softmaxes(stats, stats_stride)
     zeros = tl.zeros((BLOCK_N, BLOCK_V // _VEC), tl.float32)
     forward, reverse, apart, tv_sign = zeros, zeros, zeros, zeros
-    over_student_sum, over_teacher_sum, expected, label_logit = zeros, zeros, zeros, zeros
+    over_student_sum, over_teacher_sum, mean_shifted_logit, label_logit = zeros, zeros, zeros, zeros
     if label_ptr is not None:
         label = tl.load(label_ptr + offs_n)
     for col_start in range(0, V, BLOCK_V):
@@ -159,7 +159,7 @@ def _divergence_kernel(
         ratio = teacher - student + log_sums
         student_exp, teacher_exp = tl.exp2(student), tl.exp2(teacher)
         if label_ptr is not None:
-            expected += _vec_sum(student_exp * student)
+            mean_shifted_logit += _vec_sum(student_exp * student)
             is_label = col_mask & (col_start + tl.arange(0, BLOCK_V)[None, :] == label)
             label_logit += _vec_sum(tl.where(is_label, student, 0.0))
         if FORWARD_KL:
@@ -191,9 +191,13 @@ def _divergence_kernel(
         tl.store(stats + _JSD * stats_stride, jsd, row_mask)
         tl.store(stats + _STUDENT_KL * stats_stride, student_kl, row_mask)
     if label_ptr is not None:
-        tl.store(stats + _EXPECTED * stats_stride, tl.sum(expected, 1, keep_dims=True) * student_inverse, row_mask)
+        tl.store(
+            stats + _MEAN_SHIFTED_LOGIT * stats_stride,
+            tl.sum(mean_shifted_logit, 1, keep_dims=True) * student_inverse,
+            row_mask,
+        )
         tl.store(stats + _LABEL_LOGIT * stats_stride, tl.sum(label_logit, 1, keep_dims=True), row_mask)
-        tl.store(stats + _LABEL_OWNED * stats_stride, ((label >= 0) & (label < V)).to(tl.float32), row_mask)
+        tl.store(stats + _HAS_LABEL * stats_stride, ((label >= 0) & (label < V)).to(tl.float32), row_mask)
 
 
 @triton.jit(do_not_specialize=["N", "V", "stats_stride", "terms_stride"])
@@ -292,7 +296,7 @@ def _col_offsets(first, col_start, V, row_stride, BLOCK_V: tl.constexpr):
 @triton.jit
 def _logits(head, scale, offs, load_mask, col_mask):
     """Return base-2 logits, masked past V, and the products or, under a softcap, their tanh."""
-    raw_logits = tl.load(head.products + offs, load_mask, other=0.0)
+    raw_logits = tl.load(head.raw_logits + offs, load_mask, other=0.0)
     if head.softcap_scale is not None:
         raw_logits = tanh(raw_logits * head.softcap_scale)
     return tl.where(col_mask, raw_logits * scale, MASKED_LOGIT), raw_logits

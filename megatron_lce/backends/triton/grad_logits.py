@@ -41,7 +41,7 @@ def grad_logits(
     out: Tensor,
     options: Options,
     *,
-    first_column: int,
+    slab_start: int,
     entropy: bool,
 ) -> None:
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
@@ -66,7 +66,7 @@ def grad_logits(
         C=num_columns,
         H=width,
         terms_stride=terms.stride(0),
-        first_column=first_column,
+        slab_start=slab_start,
         ENTROPY=entropy,
         MEAN=terms.shape[0] > NUM_TERMS,
         PERSISTENT=tiles.has_tma(out.device),
@@ -97,7 +97,7 @@ def grad_logits_from_cache(
         cache.exp,
         fp_fusion=True,
         exp_ptr=cache.exp,
-        reference_ptr=cache.reference,
+        shift_ptr=cache.shift,
         label_ptr=rows.labels,
         row_scale_ptr=rows.scale,
         terms_ptr=terms,
@@ -105,7 +105,7 @@ def grad_logits_from_cache(
         N=num_tokens,
         row_end=slab_row_stride(num_columns),  # the end of the stored row: Triton knows it to be a multiple of 16
         exp_stride=cache.exp.stride(0),
-        reference_stride=cache.reference.stride(0),
+        shift_stride=cache.shift.stride(0),
         terms_stride=terms.stride(0),
         num_chunks=ceil_div(num_columns, chunk),
         programs_per_row=programs.per_row,
@@ -119,13 +119,13 @@ def grad_logits_from_cache(
     return factor
 
 
-@triton.jit(do_not_specialize=["N", "C", "terms_stride", "first_column"])
+@triton.jit(do_not_specialize=["N", "C", "terms_stride", "slab_start"])
 def _grad_logits_kernel(
     hidden_desc,  # [N, H]
     hidden_pow2,  # [N] fp32; None without parts, as weight_pow2
     weight_desc,  # [C, H]
     weight_pow2,  # [C] fp32
-    label_ptr,  # [N] int32; column + first_column is compared with it
+    label_ptr,  # [N] int32; column + slab_start is compared with it
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
     out_desc,  # [N, C]
@@ -133,7 +133,7 @@ def _grad_logits_kernel(
     C,
     H,
     terms_stride,
-    first_column,
+    slab_start,
     softcap_scale,
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
@@ -172,7 +172,7 @@ def _grad_logits_kernel(
         left, right = halves(raw_logits)
         for half in tl.static_range(2):
             acc_half, first = left if half == 0 else right, col_start + half * (BLOCK_V // 2)
-            first_id, mask = first_column + first, offs_n < N
+            first_id, mask = slab_start + first, offs_n < N
             terms = row_terms_at(terms_ptr + offs_n, terms_stride)
             label = tl.load(label_ptr + offs_n, mask=mask, other=-1) - first_id
             row_scale = tl.load(row_scale_ptr + offs_n, mask=mask, other=0.0)
@@ -197,10 +197,10 @@ def _grad_logits_kernel(
             out_desc.store([row_start, first], grad.to(out_desc.dtype))
 
 
-@triton.jit(do_not_specialize=["N", "reference_stride", "terms_stride", "num_chunks", "programs_per_row"])
+@triton.jit(do_not_specialize=["N", "shift_stride", "terms_stride", "num_chunks", "programs_per_row"])
 def _grad_from_exp_kernel(
-    exp_ptr,  # [N, row_end] 2^(z - reference), rows exp_stride apart; out: the gradient
-    reference_ptr,  # [chunks, N] fp32, rows reference_stride apart
+    exp_ptr,  # [N, row_end] 2^(z - shift), rows exp_stride apart; out: the gradient
+    shift_ptr,  # [chunks, N] fp32, rows shift_stride apart
     label_ptr,  # [N] int32
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
@@ -208,7 +208,7 @@ def _grad_from_exp_kernel(
     N,
     row_end,
     exp_stride,
-    reference_stride,
+    shift_stride,
     terms_stride,
     num_chunks,
     programs_per_row,
@@ -242,9 +242,9 @@ def _grad_from_exp_kernel(
         factored = row_mask & (nothing | in_range)
         for start in range(0, num_chunks, 64):
             chunks = start + tl.arange(0, 64)
-            references = reference_ptr + chunks.to(tl.int64)[:, None] * reference_stride + offs_n[None, :]
-            reference = tl.load(references, (chunks < num_chunks)[:, None] & row_mask[None, :], other=0.0)
-            factored &= tl.max((reference != 0).to(tl.int32), 0) == 0  # NaN is not 0
+            shifts = shift_ptr + chunks.to(tl.int64)[:, None] * shift_stride + offs_n[None, :]
+            shift = tl.load(shifts, (chunks < num_chunks)[:, None] & row_mask[None, :], other=0.0)
+            factored &= tl.max((shift != 0).to(tl.int32), 0) == 0  # NaN is not 0
         if split_id == 0:
             tl.store(factor_ptr + offs_n, tl.where(factored, factor, 1.0), row_mask)
             owned = factored & (label >= 0) & (label < row_end)
@@ -256,10 +256,8 @@ def _grad_from_exp_kernel(
     for chunk in range(split_id, num_chunks, programs_per_row):
         offs_v = chunk * CHUNK + tl.arange(0, CHUNK)
         mask = row_mask[:, None] & (offs_v < row_end)[None, :]
-        reference = tl.load(
-            reference_ptr + tl.cast(chunk, tl.int64) * reference_stride + offs_n, mask=row_mask, other=0.0
-        )
-        log_scale = (reference - max_logit) - log_sum
+        shift = tl.load(shift_ptr + tl.cast(chunk, tl.int64) * shift_stride + offs_n, mask=row_mask, other=0.0)
+        log_scale = (shift - max_logit) - log_sum
         exp_ptrs = row_ptrs[:, None] + offs_v[None, :]
         exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, CHUNK]
         grad = exp * tl.exp2(log_scale)[:, None]

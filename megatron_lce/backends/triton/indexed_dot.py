@@ -13,10 +13,10 @@ from megatron_lce.core.rows import Rows, softcap_scale
 
 
 def indexed_logits(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, ids: Tensor, rows: Rows, options: Options, shard: Shard
+    hidden: Tensor, weight: Tensor, token_index: Tensor, ids: Tensor, rows: Rows, options: Options, shard: Shard
 ) -> Tensor:
     num_ids, cap = ids.shape[0], softcap_scale(options)
-    found = hidden.new_empty(2, num_ids, dtype=torch.float32)
+    logits_and_owners = hidden.new_empty(2, num_ids, dtype=torch.float32)
     block = tiles.block_rows(8, num_ids)
     tiles.launch(
         _indexed_logits_kernel,
@@ -25,10 +25,10 @@ def indexed_logits(
         fp_fusion=True,
         hidden_ptr=hidden,
         weight_ptr=weight,
-        tokens_ptr=tokens,
+        token_index_ptr=token_index,
         ids_ptr=ids,
         row_scale_ptr=rows.scale,
-        found_ptr=found,
+        out_ptr=logits_and_owners,
         M=num_ids,
         H=hidden.shape[1],
         hidden_stride=hidden.stride(0),
@@ -41,12 +41,12 @@ def indexed_logits(
         BLOCK_M=block,
         BLOCK_H=512,
     )
-    return found
+    return logits_and_owners
 
 
 def bag_sums(
     matrix: Tensor,
-    places: Tensor,
+    indices: Tensor,
     factors: Tensor,
     offsets: Tensor,
     out: Tensor,
@@ -57,22 +57,22 @@ def bag_sums(
 ) -> None:
     num_sums, num_columns = out.shape
     block = min(1024, triton.next_power_of_2(num_columns))
-    first, num_places = (0, matrix.shape[0]) if shard is None else (shard.start, shard.columns)
+    first, num_rows = (0, matrix.shape[0]) if shard is None else (shard.start, shard.columns)
     tiles.launch(
         _bag_sums_kernel,
         (num_sums, ceil_div(num_columns, block)),
         matrix,
         fp_fusion=True,
         matrix_ptr=matrix,
-        places_ptr=places,
+        indices_ptr=indices,
         factors_ptr=factors,
         offsets_ptr=offsets,
         out_ptr=out,
         H=num_columns,
         matrix_stride=matrix.stride(0),
         out_stride=out.stride(0),
-        first_place=first,
-        num_places=num_places,
+        first_index=first,
+        num_rows=num_rows,
         ACCUMULATE=accumulate,
         BLOCK_M=4,
         BLOCK_H=block,
@@ -102,10 +102,10 @@ def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
 def _indexed_logits_kernel(
     hidden_ptr,  # [N, H]
     weight_ptr,  # [V, H]
-    tokens_ptr,  # [M] int64
+    token_index_ptr,  # [M] int64
     ids_ptr,  # [M] int64
     row_scale_ptr,  # [N] fp32
-    found_ptr,  # [2, M] fp32 out
+    out_ptr,  # [2, M] fp32 out
     M,
     H,
     hidden_stride,
@@ -122,7 +122,7 @@ def _indexed_logits_kernel(
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     entry_mask = offs_m < M
     ids = tl.load(ids_ptr + offs_m, mask=entry_mask, other=-1)
-    tokens = tl.load(tokens_ptr + offs_m, mask=entry_mask, other=0)
+    token_index = tl.load(token_index_ptr + offs_m, mask=entry_mask, other=0)
     columns = ids - first_id
     in_shard = entry_mask & (columns >= 0) & (columns < num_columns)
     sums = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
@@ -130,7 +130,7 @@ def _indexed_logits_kernel(
     hidden_step: tl.constexpr = 128 // hidden_ptr.dtype.element_ty.primitive_bitwidth
     weight_step: tl.constexpr = 128 // weight_ptr.dtype.element_ty.primitive_bitwidth
     if tl.max(in_shard.to(tl.int32), 0) > 0:
-        hidden_rows = hidden_ptr + tokens[:, None] * (hidden_stride // hidden_step * hidden_step)
+        hidden_rows = hidden_ptr + token_index[:, None] * (hidden_stride // hidden_step * hidden_step)
         weight_rows = weight_ptr + columns[:, None] * (weight_stride // weight_step * weight_step)
         for start in range(0, H, BLOCK_H):
             offs_h = (start + tl.arange(0, BLOCK_H))[None, :]
@@ -142,23 +142,23 @@ def _indexed_logits_kernel(
         logits = rounded_to_bf16(logits)
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)
-    logits *= tl.load(row_scale_ptr + tokens, mask=in_shard, other=0.0)
-    tl.store(found_ptr + offs_m, tl.where(in_shard & (logits != 0.0), logits, 0.0), mask=entry_mask)  # -0.0 is 0.0
-    tl.store(found_ptr + M + offs_m, (in_shard | (ids < 0)).to(tl.float32), mask=entry_mask)
+    logits *= tl.load(row_scale_ptr + token_index, mask=in_shard, other=0.0)
+    tl.store(out_ptr + offs_m, tl.where(in_shard & (logits != 0.0), logits, 0.0), mask=entry_mask)  # -0.0 is 0.0
+    tl.store(out_ptr + M + offs_m, (in_shard | (ids < 0)).to(tl.float32), mask=entry_mask)
 
 
 @triton.jit
 def _bag_sums_kernel(
     matrix_ptr,  # [R, H]
-    places_ptr,  # [M] int64
+    indices_ptr,  # [M] int64
     factors_ptr,  # [M] fp32
     offsets_ptr,  # [S + 1] int64
     out_ptr,  # [S, H] out
     H,
     matrix_stride,
     out_stride,
-    first_place,  # of the matrix's first row
-    num_places,
+    first_index,  # of the matrix's first row
+    num_rows,
     ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -176,10 +176,10 @@ def _bag_sums_kernel(
         return
     for start in range(first, last, BLOCK_M):
         offs_m = start + tl.arange(0, BLOCK_M)
-        places = tl.load(places_ptr + offs_m, mask=offs_m < last, other=-1) - first_place
+        indices = tl.load(indices_ptr + offs_m, mask=offs_m < last, other=-1) - first_index
         factors = tl.load(factors_ptr + offs_m, mask=offs_m < last, other=0.0)
-        mask = ((places >= 0) & (places < num_places) & (factors != 0.0))[:, None] & (offs_h < H)
-        rows = tl.load(matrix_ptr + places[:, None] * matrix_stride + offs_h, mask=mask, other=0.0)
+        mask = ((indices >= 0) & (indices < num_rows) & (factors != 0.0))[:, None] & (offs_h < H)
+        rows = tl.load(matrix_ptr + indices[:, None] * matrix_stride + offs_h, mask=mask, other=0.0)
         sums += tl.where(mask, factors[:, None] * rows.to(tl.float32), 0.0)
     total = tl.sum(sums, 0)[None, :]
     if ACCUMULATE:

@@ -1,4 +1,4 @@
-"""Statistics of products that are in memory, and the merge of all chunks, see `megatron_lce.core.statistics`."""
+"""Statistics of raw logits that are in memory, and the merge of all chunks, see `megatron_lce.core.statistics`."""
 
 import torch
 import triton
@@ -10,35 +10,35 @@ from megatron_lce.backends.triton.packed import extremes_at, sums_at
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
+    FIXED_POINT_UNIT,
     LOWEST_LOGIT,
     NO_ID,
-    UNIT,
     num_extremes,
+    num_stats,
     num_sums,
-    packed_rows,
 )
 
-_UNITS = tl.constexpr(1 / UNIT)
+_UNITS = tl.constexpr(1 / FIXED_POINT_UNIT)
 _NO_ID = tl.constexpr(NO_ID)
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
 
-def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
-    num_tokens, num_columns = products.shape
+def chunk_stats_of_logits(raw_logits: Tensor, row_scale: Tensor) -> Tensor:
+    num_tokens, num_columns = raw_logits.shape
     num_chunks, chunks_per_program = ceil_div(num_columns, CHUNK_COLUMNS), 16  # chunks of a program
-    stats = products.new_empty(num_chunks, packed_rows(False, False), num_tokens, dtype=torch.float32)
+    stats = raw_logits.new_empty(num_chunks, num_stats(False, False), num_tokens, dtype=torch.float32)
     block_n = tiles.block_rows(4, num_tokens)
     tiles.launch(
-        _product_stats_kernel,
+        _chunk_stats_of_logits_kernel,
         (ceil_div(num_tokens, block_n), ceil_div(num_chunks, chunks_per_program)),
-        products,
+        raw_logits,
         fp_fusion=False,
-        raw_logits_ptr=products,
+        raw_logits_ptr=raw_logits,
         row_scale_ptr=row_scale,
         stats_ptr=stats,
         N=num_tokens,
         C=num_columns,
-        raw_logits_stride=products.stride(0),
+        raw_logits_stride=raw_logits.stride(0),
         BLOCK_N=block_n,
         CHUNKS=chunks_per_program,
         CHUNK=CHUNK_COLUMNS,
@@ -46,27 +46,27 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
     return stats
 
 
-def sum_chunks(
-    parts: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
+def merge_chunks(
+    stats: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
 ) -> tuple[Tensor, Tensor]:
-    num_chunks, rows_of_part, num_tokens = parts.shape
+    num_chunks, rows_of_chunk, num_tokens = stats.shape
     num_sets, rows_of_set, _ = all_extremes.shape
-    extremes = parts.new_empty(num_extremes(telemetry), num_tokens)
-    sums = parts.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
+    extremes = stats.new_empty(num_extremes(telemetry), num_tokens)
+    sums = stats.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
     block_n = tiles.block_rows(8, num_tokens)  # of one warp: many small programs are fastest
     tiles.launch(
-        _sum_chunks_kernel,
+        _merge_chunks_kernel,
         (ceil_div(num_tokens, block_n),),
-        parts,
+        stats,
         fp_fusion=False,  # the same bits with and without the optional rows
-        parts_ptr=parts,
+        stats_ptr=stats,
         all_extremes_ptr=all_extremes,
         extremes_ptr=extremes,
         out_ptr=sums,
         S=num_chunks,
         num_sets=num_sets,
         N=num_tokens,
-        part_stride=rows_of_part * num_tokens,
+        stats_stride=rows_of_chunk * num_tokens,
         set_stride=rows_of_set * num_tokens,
         num_columns=num_columns,
         ENTROPY=entropy,
@@ -79,7 +79,7 @@ def sum_chunks(
 
 
 @triton.jit(do_not_specialize=["N"])
-def _product_stats_kernel(
+def _chunk_stats_of_logits_kernel(
     raw_logits_ptr,  # [N, C] fp32, rows raw_logits_stride apart
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, 3, N] fp32 out
@@ -110,16 +110,16 @@ def _product_stats_kernel(
     tl.store(sums.sum_exp, sum_exp, out_mask)
 
 
-@triton.jit(do_not_specialize=["S", "num_sets", "N", "part_stride", "set_stride", "num_columns"])
-def _sum_chunks_kernel(
-    parts_ptr,  # [S, K, N]
+@triton.jit(do_not_specialize=["S", "num_sets", "N", "stats_stride", "set_stride", "num_columns"])
+def _merge_chunks_kernel(
+    stats_ptr,  # [S, K, N]
     all_extremes_ptr,  # [num_sets, >= E, N] of the whole vocabulary
     extremes_ptr,  # [E, N] out, its extremes
     out_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64 out
     S,
     num_sets,
     N,
-    part_stride,
+    stats_stride,
     set_stride,
     num_columns,
     ENTROPY: tl.constexpr,
@@ -174,16 +174,16 @@ def _sum_chunks_kernel(
     for start in range(0, S, BLOCK_S):
         offs_s = start + tl.arange(0, BLOCK_S)
         mask = (offs_s < S)[:, None] & row_mask[None, :]
-        part = parts_ptr + offs_s.to(tl.int64)[:, None] * part_stride + offs_n[None, :]
-        sums = sums_at(part, N, ENTROPY, 2 + 2 * TELEMETRY)
-        shift = tl.load(extremes_at(part, N).max_logit, mask, other=float("-inf")) - max_logit[None, :]
+        chunk = stats_ptr + offs_s.to(tl.int64)[:, None] * stats_stride + offs_n[None, :]
+        sums = sums_at(chunk, N, ENTROPY, 2 + 2 * TELEMETRY)
+        shift = tl.load(extremes_at(chunk, N).max_logit, mask, other=float("-inf")) - max_logit[None, :]
         rescale = tl.exp2(shift)
-        part_sum = tl.load(sums.sum_exp, mask, other=0.0)
-        sum_exp += tl.sum((rescale * part_sum * _UNITS).to(tl.int64), 0)
+        chunk_sum = tl.load(sums.sum_exp, mask, other=0.0)
+        sum_exp += tl.sum((rescale * chunk_sum * _UNITS).to(tl.int64), 0)
         if ENTROPY:
-            part_sum_exp_logit = tl.load(sums.sum_exp_logit, mask, other=0.0)
+            chunk_sum_exp_logit = tl.load(sums.sum_exp_logit, mask, other=0.0)
             finite_shift = tl.where(rescale > 0, shift, 0.0)
-            terms = rescale * (part_sum_exp_logit + part_sum * finite_shift)
+            terms = rescale * (chunk_sum_exp_logit + chunk_sum * finite_shift)
             sum_exp_logit += tl.sum((terms * _UNITS).to(tl.int64), 0)
         if TELEMETRY:
             terms = rescale * rescale * tl.load(sums.sum_exp_squared, mask, other=0.0)

@@ -1,4 +1,4 @@
-"""`prepare_rows`, `finish` and `row_terms`, one launch each: at TP=8 a dozen would take as long as a slab's product."""
+"""`prepare_rows`, `write_outputs` and `row_terms`, one launch each: at TP=8 a dozen would take as long as a product."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ from megatron_lce.core.rows import (
     SCALE_OF_IGNORED_ROW,
     Rows,
     SoftmaxOfRow,
-    inner_factor,
     logits_factor,
+    softcap_scale_or_one,
 )
-from megatron_lce.core.statistics import CHUNK_COLUMNS, LN_2, UNIT
+from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT, LN_2
 
 _LN_2 = tl.constexpr(LN_2)
-_UNIT = tl.constexpr(UNIT)
+_UNIT = tl.constexpr(FIXED_POINT_UNIT)
 _CHUNK_COLUMNS = tl.constexpr(CHUNK_COLUMNS)
 _LOG_SUM_OF_IGNORED_ROW = tl.constexpr(LOG_SUM_OF_IGNORED_ROW)
 _SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
@@ -54,7 +54,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
     return rows
 
 
-def finish(
+def write_outputs(
     packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options, outputs: LinearCrossEntropyOutput
 ) -> SoftmaxOfRow:
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
@@ -63,7 +63,7 @@ def finish(
     )
     softmax = SoftmaxOfRow(packed_extremes[0], *saved)  # type: ignore[arg-type]
     tiles.launch(
-        _finish_kernel,
+        _write_outputs_kernel,
         (ceil_div(num_tokens, tiles.ROW_BLOCK),),
         packed_extremes,
         fp_fusion=False,  # the same bits with and without the optional outputs
@@ -106,7 +106,7 @@ def row_terms(
         terms_ptr=terms,
         has_grad_ptr=has_grad,
         N=num_tokens,
-        inner_factor=inner_factor(options),
+        softcap_scale_or_one=softcap_scale_or_one(options),
         BLOCK_N=tiles.ROW_BLOCK,
     )
     return terms, has_grad
@@ -155,7 +155,7 @@ def _in_nats(value, to_nats):
 
 
 @triton.jit(do_not_specialize=["N"])
-def _finish_kernel(
+def _write_outputs_kernel(
     extremes_ptr,  # [E, N] packed
     sums_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64
     to_nats_ptr,  # [N]
@@ -219,7 +219,7 @@ def _finish_kernel(
 _STRIDES = ("grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "grad_mean_logit_stride")
 
 
-@triton.jit(do_not_specialize=["N", *_STRIDES, "inner_factor"])
+@triton.jit(do_not_specialize=["N", *_STRIDES, "softcap_scale_or_one"])
 def _row_terms_kernel(
     scale_ptr,  # [N] fp32, as all that follow
     to_nats_ptr,
@@ -235,7 +235,7 @@ def _row_terms_kernel(
     terms_ptr,  # [6 or 7, N] out, `RowTerms`
     has_grad_ptr,  # [N] bool out: the row has a gradient that is not zero
     N,
-    inner_factor,
+    softcap_scale_or_one,
     BLOCK_N: tl.constexpr,
 ):
     """Write the `RowTerms` of BLOCK_N tokens, and which of them have a gradient."""
@@ -248,7 +248,7 @@ def _row_terms_kernel(
     label_logprob = tl.load(saved.label_logprob + offs_n, mask=mask, other=0.0)
     # A logprob that is not finite makes all terms NaN.
     factor = to_nats + label_logprob * 0.0
-    factor *= tl.load(scale_ptr + offs_n, mask=mask, other=0.0) * inner_factor
+    factor *= tl.load(scale_ptr + offs_n, mask=mask, other=0.0) * softcap_scale_or_one
     label_term = tl.zeros((BLOCK_N,), tl.float32)
     if grad_logprobs_ptr is not None:
         label_term = tl.load(grad_logprobs_ptr + offs * grad_logprobs_stride, mask=mask, other=0.0)

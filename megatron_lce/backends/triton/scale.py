@@ -8,7 +8,7 @@ from megatron_lce.backends.triton import tiles
 from megatron_lce.core.plan import ceil_div
 
 
-def scale(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
+def scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
     """One launch: torch would round the factor to 16 bits first, and reads at a fifth of the memory bandwidth."""
     in_place = out.data_ptr() == matrix.data_ptr() and not accumulate
     block_m = tiles.block_rows(1, matrix.shape[0])

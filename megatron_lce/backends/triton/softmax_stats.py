@@ -25,9 +25,9 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import MIN_TOKENS, ceil_div, cut
 from megatron_lce.core.rows import Rows
-from megatron_lce.core.statistics import LOWEST_LOGIT, Extremes, packed_rows
+from megatron_lce.core.statistics import LOWEST_LOGIT, Extremes, num_stats
 
-# Base 2. In bf16 the reference of a chunk is 0 if the absolute value of its largest logit is at most this. bf16 reaches
+# Base 2. In bf16 the shift of a chunk is 0 if the absolute value of its largest logit is at most this. bf16 reaches
 # 2^127, which leaves room for products.
 MAX_ABS_FOR_ZERO_SHIFT = 64.0
 _LABEL_LOGIT = Extremes._fields.index("label_logit")
@@ -42,11 +42,11 @@ def softmax_stats(
     *,
     vocab_start: int,
     cache: LogitsCache | None = None,
-    columns_at_once: int | None = None,
+    max_copied_columns: int | None = None,
 ) -> Tensor:
     num_tokens, (num_columns, width) = hidden.shape[0], weight.shape
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
-    num_rows = packed_rows(options.entropy, options.telemetry)
+    num_rows = num_stats(options.entropy, options.telemetry)
     stats = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
     if num_columns == 0:
         return stats
@@ -56,7 +56,7 @@ def softmax_stats(
     def launch_stats(columns: slice, cache: LogitsCache | None) -> None:
         """Fill the statistics of some columns, and their cache. On return the parts of these columns are freed."""
         slab, weight_pow2 = split_fp32(weight[columns], tile.weight_parts)
-        exp, reference = (None, None) if cache is None else cache
+        exp, shift = (None, None) if cache is None else cache
         tiles.launch(
             _softmax_stats_kernel,
             tiles.tile_grid(num_tokens, slab.shape[0], tile, hidden.device),
@@ -70,13 +70,13 @@ def softmax_stats(
             row_scale_ptr=rows.scale,
             stats_ptr=stats[columns.start // tile.chunk :],
             exp_desc=None if exp is None else host_descriptor(exp, tile.block_n, tile.block_v // 2),
-            reference_ptr=reference,
+            shift_ptr=shift,
             N=num_tokens,
             V=slab.shape[0],
             H=width,
             first_column=columns.start,
             vocab_start=vocab_start,
-            reference_stride=0 if reference is None else reference.stride(0),
+            shift_stride=0 if shift is None else shift.stride(0),
             ENTROPY=options.entropy,
             TELEMETRY=options.telemetry,
             MAX_ABS_FOR_ZERO_SHIFT=MAX_ABS_FOR_ZERO_SHIFT
@@ -88,7 +88,7 @@ def softmax_stats(
             GROUP_N=tiles.stats_group_n(width),
         )
 
-    step = columns_at_once if tile.weight_parts and columns_at_once else num_columns
+    step = max_copied_columns if tile.weight_parts and max_copied_columns else num_columns
     cached_columns = 0 if cache is None else cache.exp.shape[1]
     for columns in (*cut(cached_columns, max(cached_columns, 1)), *cut(num_columns, step, start=cached_columns)):
         launch_stats(columns, cache if columns.stop <= cached_columns else None)
@@ -185,7 +185,7 @@ def _label_logits_kernel(
     tl.store(out_ptr + offs_n, tl.where(label >= 0, label_logit, float("-inf")), row_mask)
 
 
-@triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "reference_stride"])
+@triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "shift_stride"])
 def _softmax_stats_kernel(
     hidden_desc,  # [N, H]
     hidden_pow2,  # [N] fp32; None without parts, as weight_pow2
@@ -194,17 +194,17 @@ def _softmax_stats_kernel(
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, K, N] fp32 out; row 1, the label logit, is -inf
     exp_desc,  # [N, V] out; None: no cache
-    reference_ptr,  # [chunks, N] fp32 out, rows reference_stride apart; None: no cache
+    shift_ptr,  # [chunks, N] fp32 out, rows shift_stride apart; None: no cache
     N,
     V,
     H,
     first_column,
     vocab_start,
-    reference_stride,
+    shift_stride,
     softcap_scale,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
-    MAX_ABS_FOR_ZERO_SHIFT: tl.constexpr,  # bound of |max_logit| of a chunk whose reference is 0; 0: no chunk's is
+    MAX_ABS_FOR_ZERO_SHIFT: tl.constexpr,  # bound of |max_logit| of a chunk whose shift is 0; 0: no chunk's is
     SOFTCAP: tl.constexpr,
     PERSISTENT: tl.constexpr,  # programs take one tile after the other
     HIDDEN_PARTS: tl.constexpr,
@@ -217,7 +217,7 @@ def _softmax_stats_kernel(
 ):
     """Write statistics of each tile of logits, [BLOCK_N, BLOCK_V], which stays in registers (its exp may be cached)."""
     EXTREMES: tl.constexpr = 2 + 2 * TELEMETRY  # `num_extremes`
-    K: tl.constexpr = EXTREMES + 1 + ENTROPY + 3 * TELEMETRY  # `packed_rows`
+    K: tl.constexpr = EXTREMES + 1 + ENTROPY + 3 * TELEMETRY  # `num_stats`
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
     hidden_desc = device_descriptor(hidden_desc, N, padded_h(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
     weight_desc = device_descriptor(weight_desc, V, padded_h(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
@@ -285,12 +285,12 @@ def _softmax_stats_kernel(
         tl.store(extremes.max_logit, max_logit, mask)
         tl.store(extremes.label_logit, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), mask)
         if exp_desc is not None:
-            reference = max_logit
+            shift = max_logit
             if MAX_ABS_FOR_ZERO_SHIFT > 0:
-                reference = tl.where(tl.abs(max_logit) <= MAX_ABS_FOR_ZERO_SHIFT, 0.0, max_logit)
-                exp = exp * tl.exp2(max_logit - reference)[:, :, None]
+                shift = tl.where(tl.abs(max_logit) <= MAX_ABS_FOR_ZERO_SHIFT, 0.0, max_logit)
+                exp = exp * tl.exp2(max_logit - shift)[:, :, None]
             chunk = (column_tile * CHUNKS + chunks).to(tl.int64)[None, :]
-            tl.store(reference_ptr + chunk * reference_stride + offs_n[:, None], reference, mask)
+            tl.store(shift_ptr + chunk * shift_stride + offs_n[:, None], shift, mask)
             left, right = halves(tl.reshape(exp, (BLOCK_N, BLOCK_V)).to(exp_desc.dtype))
             exp_desc.store([row_start, col_start], left)
             exp_desc.store([row_start, col_start + BLOCK_V // 2], right)

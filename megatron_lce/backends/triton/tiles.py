@@ -87,7 +87,7 @@ def block_rows(on_gpu: int, num_rows: int) -> int:
     return min(128, triton.next_power_of_2(max(num_rows, 1))) if interpreting() else on_gpu
 
 
-def costs(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
+def scratch_bytes(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
     tile = choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     if tile.weight_parts:  # without a cache
         return costs_of_parts(weight.shape[1], tile.hidden_parts, tile.chunk)
