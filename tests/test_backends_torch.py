@@ -6,7 +6,7 @@ import torch
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import round_up
-from megatron_lce.core.rows import Rows
+from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LN_2, LOG2_E, merge_extremes, unpack_extremes
 from tests.problems import all_equal, make_problem
 
@@ -22,7 +22,7 @@ def stats_of(primitives, problem, columns=slice(None), **keywords):
     labels = problem.labels - first
     weight = problem.weight[columns]
     labels = torch.where((labels >= 0) & (labels < weight.shape[0]), labels, -1).int()
-    rows, options = Rows(labels, row_scale, row_scale * LN_2), Options(telemetry=True, **keywords)
+    rows, options = RowInputs(labels, row_scale, row_scale * LN_2), Options(telemetry=True, **keywords)
     return primitives.softmax_stats(problem.hidden, weight, rows, options, vocab_start=first)
 
 
@@ -58,7 +58,7 @@ def test_nothing_behind_a_slab_is_written(columns, dtype, primitives, device):
     """A tensor-memory store ends at 16 bytes: rows of a slab are that much apart, and what lies behind is untouched."""
     problem = make_problem(9, 24, 300, device, dtype)
     weight, width = problem.weight[columns], columns.stop - columns.start
-    rows, terms = Rows(problem.labels.int(), *torch.ones(2, 9, device=device)), torch.zeros(6, 9, device=device)
+    rows, terms = RowInputs(problem.labels.int(), *torch.ones(2, 9, device=device)), torch.zeros(6, 9, device=device)
     buffer = torch.full((9, 512), 7.0, device=device, dtype=dtype)
     slab = buffer[:, :width]
     where = {"slab_start": columns.start, "entropy": True}

@@ -19,7 +19,7 @@ from megatron_lce.core.jsd_heads import (
     merged_softmaxes,
 )
 from megatron_lce.core.plan import slab_row_stride
-from megatron_lce.core.rows import Rows
+from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LN_2, LOG2_E
 from tests.jsd_oracle import divergences_of_products
 from tests.oracle import TIMES_EAGER_FP32, largest_error, relative_error
@@ -49,8 +49,8 @@ def run(
     temperature = torch.ones(n, device=device) if temperature is None else temperature
     to_nats = torch.full((n,), LN_2, device=device)
     to_nats[IGNORED] = 0.0
-    rows = Rows(torch.zeros(n, dtype=torch.int32, device=device), LOG2_E / temperature, to_nats)
-    of_head = [Head(products.new_empty(0), products.new_empty(0), 1.0, softcap).of_rows(products[0], rows.scale)] * 2
+    rows = RowInputs(torch.zeros(n, dtype=torch.int32, device=device), LOG2_E / temperature, to_nats)
+    of_head = [Head(products.new_empty(0), products.new_empty(0), 1.0, softcap).with_rows(products[0], rows.scale)] * 2
     heads = Heads(*of_head, beta, tuple(kinds))
     shards, stats = [], []
     for columns in SHARDS:

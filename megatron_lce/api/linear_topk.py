@@ -16,11 +16,11 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, shaped
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
-from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.eager import eager
 from megatron_lce.core.group_statistics import merged_over_group
 from megatron_lce.core.matmul import copies_to_fp32, matmul, without_autocast
 from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
+from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.rows import softcap_scale
 from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT
 from megatron_lce.core.tokens import tokens_in_blocks
@@ -86,9 +86,9 @@ def linear_topk(
 def _topk(call: Call, k: int) -> TopK:
     num_tokens, stride = call.labels.shape[0], round_up(call.size.columns, CHUNK_COLUMNS)
     block_tokens, product_columns = _plan(call, k)
-    tokens = tokens_in_blocks(call.hidden, ComputedRows(num_tokens), block_tokens, call.options)
+    tokens = tokens_in_blocks(call.hidden, RowIndex(num_tokens), block_tokens, call.options)
     rows = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard)
-    rows = tokens.computed.select_rows(rows)
+    rows = tokens.row_index.select_rows(rows)
     buffer = call.hidden.new_empty(block_tokens * stride, dtype=torch.float32)
     logits = buffer.new_full((num_tokens, k), -torch.inf)
     columns = call.labels.new_full((num_tokens, k), stride)
@@ -97,10 +97,10 @@ def _topk(call: Call, k: int) -> TopK:
         hidden = block.hidden.wait()
         products = buffer[: hidden.shape[0] * stride].view(-1, stride)
         _fill(products[:, : call.shard.columns], hidden, call, product_columns)
-        of_chunks, largest, places = _select(products, rows.scale[block.rows], call, k)
-        logits[block.rows, : largest.shape[1]] = largest
-        columns[block.rows, : places.shape[1]] = places
-        extremes[:, block.rows], sums[:, block.rows] = merged_over_group(of_chunks, call)
+        of_chunks, largest, places = _select(products, rows.scale[block.row_slice], call, k)
+        logits[block.row_slice, : largest.shape[1]] = largest
+        columns[block.row_slice, : places.shape[1]] = places
+        extremes[:, block.row_slice], sums[:, block.row_slice] = merged_over_group(of_chunks, call)
         del products
     del buffer
     max_logit, log_sum = extremes[0], (sums[0].float() * FIXED_POINT_UNIT).log2()
@@ -115,7 +115,7 @@ def _topk(call: Call, k: int) -> TopK:
         logits[part] = log_p.mul_(rows.to_nats[part, None])
         columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
         mass[part] = log_p.exp_().sum(dim=1)
-    return TopK(*(tokens.computed.spread(result) for result in (logits, columns, lse, mass)))
+    return TopK(*(tokens.row_index.scatter(result) for result in (logits, columns, lse, mass)))
 
 
 def _plan(call: Call, k: int) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from megatron_lce.api.linear_logits_at import check_ids
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
 from megatron_lce.core.collectives import wait_if_async
-from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.eager import eager
+from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.single_ids import LogitsAtFunction, ids_of_offsets
 
 
@@ -72,7 +72,7 @@ def support_logprobs(
     if empty_rows:
         sizes = torch.segment_reduce((kept.ids >= 0).float(), "sum", offsets=kept.offsets, unsafe=True)
         empty = (sizes == 0) & (call.labels != ignore_index)
-        if num_empty := ComputedRows.where(empty, call.options.tp_group).count:
+        if num_empty := RowIndex.from_mask(empty, call.options.tp_group).count:
             empty = empty.view(labels.shape)
             of_empty = labels.masked_fill(~empty, ignore_index)
             dense = over_vocabulary(of_empty, entropy=False, skip_ignored=num_empty)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, Costs, ceil_div, costs_of_parts, round_up
-from megatron_lce.core.rows import NUM_TERMS, Rows, SoftmaxOfRow
+from megatron_lce.core.rows import NUM_TERMS, RowInputs, SoftmaxOfRow
 from megatron_lce.core.statistics import CHUNK_COLUMNS, num_extremes, num_stats, num_sums
 
 FP32 = torch.float32
@@ -130,14 +130,14 @@ class AllocatingBackend:
             return costs_of_parts(weight.shape[1], 2, CHUNK_COLUMNS)
         return Costs(CHUNK_COLUMNS, tile_columns=2 * CHUNK_COLUMNS)
 
-    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
-        return Rows(*(torch.empty_like(labels, dtype=dtype) for dtype in (torch.int32, FP32, FP32)))
+    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> RowInputs:
+        return RowInputs(*(torch.empty_like(labels, dtype=dtype) for dtype in (torch.int32, FP32, FP32)))
 
     def softmax_stats(
         self,
         hidden: Tensor,
         weight: Tensor,
-        rows: Rows,
+        rows: RowInputs,
         options: Options,
         *,
         vocab_start: int,
@@ -162,7 +162,7 @@ class AllocatingBackend:
         self,
         packed_extremes: Tensor,
         sums: Tensor,
-        rows: Rows,
+        rows: RowInputs,
         options: Options,
         outputs: LinearCrossEntropyOutput,
     ) -> SoftmaxOfRow:
@@ -171,7 +171,7 @@ class AllocatingBackend:
         return SoftmaxOfRow(packed_extremes[0], *others)
 
     def row_terms(
-        self, rows: Rows, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
+        self, rows: RowInputs, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
     ) -> tuple[Tensor, Tensor]:
         num_tokens, with_mean = rows.scale.shape[0], upstream[DIFFERENTIABLE.index("mean_logit")] is not None
         terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
@@ -181,7 +181,7 @@ class AllocatingBackend:
         self,
         hidden: Tensor,
         weight: Tensor,
-        rows: Rows,
+        rows: RowInputs,
         terms: Tensor,
         out: Tensor,
         options: Options,
@@ -195,7 +195,7 @@ class AllocatingBackend:
         del parts
 
     def grad_logits_from_cache(
-        self, cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
+        self, cache: LogitsCache, rows: RowInputs, terms: Tensor, options: Options, *, entropy: bool, factored: bool
     ) -> Tensor | None:
         self._counter.cached_logits += cache.exp.numel()
         factored = factored and not (options.softcap or terms.shape[0] > NUM_TERMS or entropy)

@@ -9,7 +9,7 @@ from megatron_lce.core.jsd_heads import Heads
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import Costs
-from megatron_lce.core.rows import Rows, SoftmaxOfRow
+from megatron_lce.core.rows import RowInputs, SoftmaxOfRow
 
 
 class Backend(Protocol):
@@ -18,7 +18,7 @@ class Backend(Protocol):
     def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
         """Return the bytes of intermediates that the primitives allocate."""
 
-    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
+    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> RowInputs:
         """Return per-row inputs from labels [N], int64 global ids, and temperatures, [N] if a tensor.
 
         An unusable temperature gives NaN.
@@ -28,7 +28,7 @@ class Backend(Protocol):
         self,
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [V, H]
-        rows: Rows,
+        rows: RowInputs,
         options: Options,
         *,
         vocab_start: int,
@@ -55,7 +55,7 @@ class Backend(Protocol):
         self,
         packed_extremes: Tensor,  # [E, N]
         sums: Tensor,  # int64 [`num_sums`, N]
-        rows: Rows,
+        rows: RowInputs,
         options: Options,
         outputs: LinearCrossEntropyOutput,  # out, [N] each, contiguous; None: not requested
     ) -> SoftmaxOfRow:
@@ -63,7 +63,7 @@ class Backend(Protocol):
 
     def row_terms(
         self,
-        rows: Rows,
+        rows: RowInputs,
         softmax: SoftmaxOfRow,
         upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32, any stride
         options: Options,
@@ -77,7 +77,7 @@ class Backend(Protocol):
         self,
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [C, H], the slab
-        rows: Rows,
+        rows: RowInputs,
         terms: Tensor,  # [6 or 7, N], packed `RowTerms`
         out: Tensor,  # [N, C] of weight's dtype
         options: Options,
@@ -90,7 +90,7 @@ class Backend(Protocol):
     def grad_logits_from_cache(
         self,
         cache: LogitsCache,
-        rows: Rows,
+        rows: RowInputs,
         terms: Tensor,  # [6 or 7, N], packed `RowTerms`
         options: Options,
         *,
@@ -108,7 +108,7 @@ class Backend(Protocol):
         weight: Tensor,  # [V, H]
         token_index: Tensor,  # [M] int64 rows of hidden
         ids: Tensor,  # [M] int64 global ids; negative: padding
-        rows: Rows,
+        rows: RowInputs,
         options: Options,
         shard: Shard,
     ) -> Tensor:

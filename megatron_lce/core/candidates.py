@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, SoftmaxOfRow, softcap_scale_or_one
+from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowTerms, SoftmaxOfRow, softcap_scale_or_one
 
 
 class CandidateGradients(NamedTuple):
@@ -29,7 +29,7 @@ def candidate_logprobs(
     logits: Tensor,  # [N, K] base 2, overwritten
     ids: Tensor,  # [N, K] global
     labels: Tensor,  # [N] global
-    rows: Rows,
+    rows: RowInputs,
     softmax: SoftmaxOfRow,
     out: Tensor,  # [N, K]
 ) -> Tensor:
@@ -38,10 +38,10 @@ def candidate_logprobs(
     A candidate that is the label has the bits of its logprob.
     """
     log_p = logits.sub_(softmax.max_logit[:, None]).sub_(softmax.log_sum[:, None]).clamp_(max=0.0)
-    of_label, to_nats = softmax.label_logprob[:, None], rows.to_nats[:, None]
-    log_p = torch.where(ids == labels[:, None], of_label, log_p)
-    log_p.masked_fill_(of_label.isneginf(), torch.nan)  # no rank owns the label
-    padding = (ids < 0) & ~(of_label * to_nats).isnan() & ~of_label.isneginf()
+    label_logprob, to_nats = softmax.label_logprob[:, None], rows.to_nats[:, None]
+    log_p = torch.where(ids == labels[:, None], label_logprob, log_p)
+    log_p.masked_fill_(label_logprob.isneginf(), torch.nan)  # no rank owns the label
+    padding = (ids < 0) & ~(label_logprob * to_nats).isnan() & ~label_logprob.isneginf()
     out.copy_((log_p * to_nats).masked_fill_(padding | rows.ignored[:, None], 0.0))
     return log_p
 
@@ -50,7 +50,7 @@ def candidate_gradients(
     upstream: Tensor,  # [N, K] fp32, 0 at padding
     ids: Tensor,  # [N, K] global
     log_p: Tensor,  # [N, K] base 2
-    rows: Rows,
+    rows: RowInputs,
     softmax: SoftmaxOfRow,
     packed_terms: Tensor,  # [6 or 7, N]; the upstream gradient of the log-sum-exp is reduced by `upstream`
     call: Call,
@@ -69,11 +69,11 @@ def candidate_gradients(
         slope = 1.0 - (logits / rows.scale[:, None]).square_()
         grad *= slope
         factor = factor * slope
-    upstream, columns = _each_once(upstream, columns)
+    upstream, columns = _sum_repeated(upstream, columns)
     return CandidateGradients(columns, grad.addcmul_(upstream, factor * rows.to_nats[:, None]))
 
 
-def _each_once(upstream: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+def _sum_repeated(upstream: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the upstream gradients of repeated columns of a row at the first place; set the other columns to -1."""
     by_column, order = columns.sort(dim=1, stable=True)
     is_first = torch.ones_like(by_column, dtype=torch.bool)

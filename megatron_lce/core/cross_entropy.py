@@ -15,14 +15,14 @@ from torch import Tensor
 
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.call_plan import Plan, plan_cross_entropy
-from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_statistics import outputs_over_group
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.logit_gradients import grad_logits_inputs
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput
-from megatron_lce.core.rows import Rows, SoftmaxOfRow
+from megatron_lce.core.row_index import RowIndex
+from megatron_lce.core.rows import RowInputs, SoftmaxOfRow
 from megatron_lce.core.tokens import tokens_in_blocks
 
 
@@ -41,23 +41,23 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         with without_autocast(hidden.device, "linear_cross_entropy forward"):
             # Launched before the host waits for the number of rows, if it does.
             rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
-            in_order = ComputedRows.of(call.labels, options)
-            plan = _plan(call, in_order.count, needs, options.logits_cache_bytes)
-            tokens = tokens_in_blocks(hidden, in_order, plan.block_tokens, options)
-            computed = tokens.computed  # in the order of the blocks
-            rows = computed.select_rows(rows)
-            cache = new_cache(call.size, computed.count, plan.cached_columns if grad_enabled else 0, hidden)
-            ids = None if call.candidates is None else computed.select(call.candidates)
-            labels = call.labels if ids is None else computed.select(call.labels)
+            row_index = RowIndex.from_labels(call.labels, options)
+            plan = _plan(call, row_index.count, needs, options.logits_cache_bytes)
+            tokens = tokens_in_blocks(hidden, row_index, plan.block_tokens, options)
+            block_index = tokens.row_index  # in the order of the blocks
+            rows = block_index.select_rows(rows)
+            cache = new_cache(call.size, block_index.count, plan.cached_columns if grad_enabled else 0, hidden)
+            ids = None if call.candidates is None else block_index.select(call.candidates)
+            labels = call.labels if ids is None else block_index.select(call.labels)
             outputs, softmax, log_p = outputs_over_group(tokens.blocks(), rows, labels, ids, call, plan, cache)
-            outputs = computed.spread_outputs(outputs)
+            outputs = block_index.scatter_outputs(outputs)
         for output in outputs:
             if output is not None:
                 output.resize_((*call.shape, *output.shape[1:]))  # a view could not be changed in place
         ctx.set_materialize_grads(False)
         if grad_enabled:
-            ctx.save_for_backward(hidden, weight, in_order.index, *rows, *softmax, call.candidates, log_p)
-            ctx.num_tokens, ctx.call, ctx.plan = in_order.num_tokens, call.without_tensors(), plan
+            ctx.save_for_backward(hidden, weight, row_index.index, *rows, *softmax, call.candidates, log_p)
+            ctx.num_tokens, ctx.call, ctx.plan = row_index.num_tokens, call.without_tensors(), plan
             ctx.cache, ctx.cached = cache, cache is not None
         others = (output for name, output in outputs._asdict().items() if name not in WITH_GRADIENT)
         ctx.mark_non_differentiable(*(output for output in others if output is not None))
@@ -72,28 +72,28 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 "the first one turned the kept logits into gradients in place"
             )
         hidden, weight, index, *per_row, ids, log_p = ctx.saved_tensors
-        rows, softmax = Rows(*per_row[: len(Rows._fields)]), SoftmaxOfRow(*per_row[len(Rows._fields) :])
+        rows, softmax = RowInputs(*per_row[: len(RowInputs._fields)]), SoftmaxOfRow(*per_row[len(RowInputs._fields) :])
         call, plan, needs = ctx.call.with_tensors(hidden, weight), ctx.plan, ctx.needs_input_grad[:2]
         with without_autocast(hidden.device, "linear_cross_entropy backward"):
-            tokens = tokens_in_blocks(hidden, ComputedRows(ctx.num_tokens, index), plan.block_tokens, call.options)
-            upstream = _computed_upstream(grad_outputs, len(call.shape), tokens.computed)
-            ids = None if ids is None else tokens.computed.select(ids)
+            tokens = tokens_in_blocks(hidden, RowIndex(ctx.num_tokens, index), plan.block_tokens, call.options)
+            upstream = _select_upstream(grad_outputs, len(call.shape), tokens.row_index)
+            ids = None if ids is None else tokens.row_index.select(ids)
             inputs, has_grad = grad_logits_inputs(call, rows, softmax, upstream, ids, log_p)
             if ctx.cached:
                 inputs.use_cache(ctx.cache, plan)
                 ctx.cache = None
                 if inputs.cached is None:
-                    plan = _plan(call, tokens.computed.count, needs)
+                    plan = _plan(call, tokens.row_index.count, needs)
             if call.options.skip_ignored is True:
-                grad_index = ComputedRows.where(has_grad, call.options.tp_group).index
+                grad_index = RowIndex.from_mask(has_grad, call.options.tp_group).index
                 if grad_index is not None:
                     inputs = inputs.subset(grad_index)
-                    computed = tokens.computed.subset(grad_index)
-                    plan = _plan(call, computed.count, needs)
-                    tokens = tokens_in_blocks(hidden, computed, plan.block_tokens, call.options)
+                    row_index = tokens.row_index.subset(grad_index)
+                    plan = _plan(call, row_index.count, needs)
+                    tokens = tokens_in_blocks(hidden, row_index, plan.block_tokens, call.options)
             head_grads = HeadGradients(tokens, call, plan, needs)
             for block in tokens.blocks():
-                head_grads.add_block(block, inputs.of_block(block))
+                head_grads.add_block(block, inputs.take_block(block))
             return *head_grads.results(), None, None
 
 
@@ -103,14 +103,12 @@ def linear_cross_entropy_autograd(call: Call) -> LinearCrossEntropyOutput:
     return LinearCrossEntropyOutput(*LinearCrossEntropyFunction.apply(call.hidden, call.weight, call, grad_enabled))
 
 
-def _computed_upstream(
-    grad_outputs: Sequence[Tensor | None], dims: int, computed: ComputedRows
-) -> dict[str, Tensor | None]:
+def _select_upstream(grad_outputs: Sequence[Tensor | None], dims: int, row_index: RowIndex) -> dict[str, Tensor | None]:
     """Return the upstream gradients of the computed rows, [n, ...], by the names of the outputs."""
     upstream: dict[str, Tensor | None] = dict.fromkeys(LinearCrossEntropyOutput._fields)
     for name, grad in zip(upstream, grad_outputs, strict=True):
         if grad is not None:
-            upstream[name] = computed.select(grad.reshape(computed.num_tokens, *grad.shape[dims:]))
+            upstream[name] = row_index.select(grad.reshape(row_index.num_tokens, *grad.shape[dims:]))
     return upstream
 
 

@@ -12,15 +12,15 @@ from megatron_lce.core.candidates import candidate_logprobs
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.plan import cut
-from megatron_lce.core.rows import Rows, SoftmaxOfRow
+from megatron_lce.core.rows import RowInputs, SoftmaxOfRow
 from megatron_lce.core.single_ids import ids_of_rows, logits_over_group
-from megatron_lce.core.statistics import merge_extremes, stats_of_nothing
+from megatron_lce.core.statistics import merge_extremes, new_empty_stats
 from megatron_lce.core.tokens import TokenBlock
 
 
 def outputs_over_group(
     blocks: Iterable[TokenBlock],  # which make up the rows
-    rows: Rows,
+    rows: RowInputs,
     labels: Tensor,  # [N] global; used with candidates
     ids: Tensor | None,  # [N, K] global, of candidates
     call: Call,
@@ -31,17 +31,17 @@ def outputs_over_group(
     options, merged = call.options, []
     logits = None if ids is None else torch.empty_like(ids, dtype=torch.float32)
     for block in blocks:
-        hidden, block_rows = block.hidden.wait(), rows.select(block.rows)
-        block_cache = None if cache is None else cache.select(block.rows)
-        for tokens in cut(hidden.shape[0], plan.stats_tokens):
-            part_cache = None if block_cache is None else block_cache.select(tokens)
-            merged.append(_merged_stats(hidden[tokens], block_rows.select(tokens), call, plan, part_cache))
+        hidden, block_rows = block.hidden.wait(), rows.select(block.row_slice)
+        block_cache = None if cache is None else cache.select(block.row_slice)
+        for token_slice in cut(hidden.shape[0], plan.stats_tokens):
+            slice_cache = None if block_cache is None else block_cache.select(token_slice)
+            merged.append(_merged_stats(hidden[token_slice], block_rows.select(token_slice), call, plan, slice_cache))
         if ids is not None and logits is not None:
-            block_ids = ids_of_rows(ids[block.rows])
-            logits[block.rows] = logits_over_group(hidden, block_ids, block_rows, call).view(-1, ids.shape[1])
+            block_ids = ids_of_rows(ids[block.row_slice])
+            logits[block.row_slice] = logits_over_group(hidden, block_ids, block_rows, call).view(-1, ids.shape[1])
     if not merged:
-        nothing = stats_of_nothing(0, options.entropy, options.telemetry, call.hidden.device)
-        merged = [call.backend.merge_chunks(nothing, nothing, 0, options.entropy, options.telemetry)]
+        empty_stats = new_empty_stats(0, options.entropy, options.telemetry, call.hidden.device)
+        merged = [call.backend.merge_chunks(empty_stats, empty_stats, 0, options.entropy, options.telemetry)]
     extremes, sums = merged[0] if len(merged) == 1 else (torch.cat(each, dim=1) for each in zip(*merged, strict=True))
     outputs = new_outputs(rows.labels.shape[0], options, call.hidden, ids)
     softmax, log_p = call.backend.write_outputs(extremes, sums, rows, options, outputs), None
@@ -51,7 +51,7 @@ def outputs_over_group(
 
 
 def _merged_stats(
-    hidden: Tensor, rows: Rows, call: Call, plan: Plan, cache: LogitsCache | None
+    hidden: Tensor, rows: RowInputs, call: Call, plan: Plan, cache: LogitsCache | None
 ) -> tuple[Tensor, Tensor]:
     """Return extremes and sums of the vocabulary; the statistics of chunks are freed."""
     weight, start = call.weight[: call.shard.columns], call.shard.start
@@ -61,18 +61,18 @@ def _merged_stats(
     return merged_over_group(stats, call)
 
 
-def merged_over_group(of_chunks: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def merged_over_group(stats: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Merge statistics [chunks, K, N] of all shards: the ranks exchange extremes, then sums.
 
     The backend's `merge_chunks` returns integer sums, whose bits do not depend on the order (`core.statistics`).
     """
     group, entropy, telemetry = call.options.tp_group, call.options.entropy, call.options.telemetry
     if call.shard.columns == 0:
-        of_chunks = stats_of_nothing(of_chunks.shape[2], entropy, telemetry, of_chunks.device)
-    all_extremes = of_chunks
+        stats = new_empty_stats(stats.shape[2], entropy, telemetry, stats.device)
+    all_extremes = stats
     if group is not None:
-        all_extremes = collectives.all_gather_stack(merge_extremes(of_chunks, telemetry), group)
-    extremes, sums = call.backend.merge_chunks(of_chunks, all_extremes, call.shard.columns, entropy, telemetry)
+        all_extremes = collectives.all_gather_stack(merge_extremes(stats, telemetry), group)
+    extremes, sums = call.backend.merge_chunks(stats, all_extremes, call.shard.columns, entropy, telemetry)
     if group is not None:
         collectives.all_reduce_sum(sums, group)
     return extremes, sums

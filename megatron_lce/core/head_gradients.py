@@ -18,7 +18,7 @@ class CachedGradLogits(NamedTuple):
 
     grad: Tensor  # [*, C], of the products, in weight's dtype
     factor: Tensor | None = None  # [*] fp32: the gradient is factor * grad; only if C are all columns
-    row_index: Tensor | None = None  # [n] int64, the rows of `grad` that are needed, to be copied; None: all, in order
+    copy_index: Tensor | None = None  # [n] int64, the rows of `grad` that are needed, to be copied; None: all, in order
 
 
 class GradLogits(Protocol):
@@ -65,7 +65,7 @@ class HeadGradients:
 
     def _add_cached(self, block: TokenBlock, grad_logits: GradLogits) -> int:
         """Add cached gradients that are not to be copied, free them, and return the number of their columns."""
-        if grad_logits.cached is None or grad_logits.cached.row_index is not None:
+        if grad_logits.cached is None or grad_logits.cached.copy_index is not None:
             return 0
         grad, factor, _ = grad_logits.cached
         grad_logits.cached = None
@@ -92,7 +92,7 @@ class HeadGradients:
         if self._hidden_acc is None:
             grad_dtype = self._tokens.grad_dtype
             if grad_dtype == torch.float32 or (col_slice == slice(0, num_columns) and grad_dtype == grad.dtype):
-                self._hidden_acc = self._tokens.grad_rows(block)
+                self._hidden_acc = self._tokens.grad_buffer(block)
             else:
                 shape = block.num_tokens, call.weight.shape[1]
                 self._hidden_acc = call.weight.new_empty(shape, dtype=torch.float32)
@@ -104,15 +104,15 @@ class HeadGradients:
     def _finish_hidden(self) -> None:
         """Cast the hidden gradient of the open block, 0 without slabs, and start reducing it."""
         if self._open_block is not None:
-            self._tokens.reduce(self._open_block, self._of_grad_dtype(self._open_block))
+            self._tokens.reduce(self._open_block, self._cast_hidden_acc(self._open_block))
         self._open_block = None
 
-    def _of_grad_dtype(self, block: TokenBlock) -> Tensor:
+    def _cast_hidden_acc(self, block: TokenBlock) -> Tensor:
         """Return the hidden gradient of the block; an fp32 sum is freed before `reduce` allocates."""
         acc, self._hidden_acc = self._hidden_acc, None
         if acc is not None and acc.dtype == self._tokens.grad_dtype:
             return acc
-        grad = self._tokens.grad_rows(block)
+        grad = self._tokens.grad_buffer(block)
         return grad.zero_() if acc is None else grad.copy_(acc)
 
     def _slab(self, token_slice: slice, col_slice: slice) -> Tensor:
@@ -128,17 +128,17 @@ class HeadGradients:
 class _WeightGrad:
     """The weight gradient of this shard: a tensor of weight's dtype, an fp32 sum, or the fp32 buffer of a sink."""
 
-    def __init__(self, call: Call, num_blocks: int, as_sum: bool) -> None:
+    def __init__(self, call: Call, num_blocks: int, keep_fp32_sum: bool) -> None:
         weight, self._matmul, self._scale_rows = call.weight, call.matmul, call.backend.scale_rows
-        self._weight, self._num_columns, self._as_sum = weight, call.shard.columns, as_sum
-        self._sink = None if as_sum else call.options.weight_grad_sink
+        self._weight, self._num_columns, self._keep_fp32_sum = weight, call.shard.columns, keep_fp32_sum
+        self._sink = None if keep_fp32_sum else call.options.weight_grad_sink
         # fp32 gradients need no separate sum over blocks.
-        self._is_sum = as_sum or (self._sink is None and weight.dtype != torch.float32 and num_blocks > 1)
-        if self._is_sum:
+        self._is_fp32_sum = keep_fp32_sum or (self._sink is None and weight.dtype != torch.float32 and num_blocks > 1)
+        if self._is_fp32_sum:
             self._out = weight.new_empty(self._num_columns, weight.shape[1], dtype=torch.float32)
         else:
             self._out = torch.empty_like(weight) if self._sink is None else self._sink.buffer()
-        self._partial: Tensor | None = None  # fp32 sum of one slab's columns over the block's tokens
+        self._columns_acc: Tensor | None = None  # fp32 sum of one slab's columns over the block's tokens
         self._is_empty = num_blocks == 0
 
     def add(self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice, factor: Tensor | None) -> None:
@@ -151,24 +151,24 @@ class _WeightGrad:
             self._scale_rows(unscaled, factor, hidden, accumulate=False)
         out = self._out[col_slice]
         if out.dtype == torch.float32 or (is_first and is_last):
-            accumulate = self._sink is not None or not (block.rows.start == 0 and is_first)
+            accumulate = self._sink is not None or not (block.row_slice.start == 0 and is_first)
             self._matmul(grad.T, hidden, out, accumulate=accumulate)
             return
         if is_first:
-            self._partial = hidden.new_empty(out.shape, dtype=torch.float32)
-        assert self._partial is not None
-        self._matmul(grad.T, hidden, self._partial, accumulate=not is_first)
+            self._columns_acc = hidden.new_empty(out.shape, dtype=torch.float32)
+        assert self._columns_acc is not None
+        self._matmul(grad.T, hidden, self._columns_acc, accumulate=not is_first)
         if is_last:
-            out.copy_(self._partial)
-            self._partial = None
+            out.copy_(self._columns_acc)
+            self._columns_acc = None
 
     def finish(self) -> Tensor | None:
         if self._sink is not None:
             return self._sink.finish()
         grad = self._out.zero_() if self._is_empty else self._out
-        if self._as_sum:
+        if self._keep_fp32_sum:
             return grad
-        if self._is_sum:
+        if self._is_fp32_sum:
             grad = torch.empty_like(self._weight)
             grad[: self._num_columns].copy_(self._out)
         grad[self._num_columns :].zero_()  # padding

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.rows import Rows
+from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LN_2
 
 Kind = Literal["forward_kl", "reverse_kl", "tv", "jsd"]
@@ -57,14 +57,14 @@ class Head(NamedTuple):
     weight: Tensor  # [V, H], hidden's dtype
     logits_scale: float = 1.0
     softcap: float | None = None
-    scale: Tensor | None = None  # [N] fp32; None until `of_rows`
+    scale: Tensor | None = None  # [N] fp32; None until `with_rows`
 
     @property
     def softcap_scale(self) -> float | None:
         """The factor from products to the argument of tanh, or None without a softcap."""
         return None if self.softcap is None else self.logits_scale / self.softcap
 
-    def of_rows(self, hidden: Tensor, scale: Tensor) -> "Head":
+    def with_rows(self, hidden: Tensor, scale: Tensor) -> "Head":
         """Return the head for these rows; `scale` [N] does not include logits_scale or softcap."""
         factor = self.logits_scale if self.softcap is None else self.softcap
         return self._replace(hidden=hidden, scale=scale if factor == 1.0 else scale * factor)
@@ -145,7 +145,7 @@ def merged_softmaxes(softmaxes: Tensor) -> Tensor:
 
 
 def divergences_in_nats(
-    stats: Tensor, rows: Rows, kinds: Iterable[Kind], beta: float
+    stats: Tensor, rows: RowInputs, kinds: Iterable[Kind], beta: float
 ) -> tuple[LinearDivergenceOutput, Tensor]:
     """Return the divergences of each token, and to_nats, NaN if one of them is."""
     values, to_nats, found = DivergenceStats(*stats), rows.to_nats, {}
@@ -162,7 +162,7 @@ def divergences_in_nats(
     return LinearDivergenceOutput(**found), to_nats
 
 
-def student_outputs(stats: Tensor, rows: Rows) -> LinearCrossEntropyOutput:
+def student_outputs(stats: Tensor, rows: RowInputs) -> LinearCrossEntropyOutput:
     """Return the student's logprobs, entropy and lse in nats, [N] each: 0 in ignored rows, NaN in broken ones."""
     max_logit, total, *_, mean_shifted_logit, label_logit, has_label = stats
     log_sum, to_nats = total.log2(), torch.where(has_label == 0, torch.nan, rows.to_nats)

@@ -13,7 +13,7 @@ from megatron_lce.core.collectives import Pending
 from megatron_lce.core.head_gradients import CachedGradLogits
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE
-from megatron_lce.core.rows import Rows, RowTerms, SoftmaxOfRow
+from megatron_lce.core.rows import RowInputs, RowTerms, SoftmaxOfRow
 from megatron_lce.core.tokens import TokenBlock
 
 
@@ -22,7 +22,7 @@ class GradLogitsInputs:
     """Inputs of `grad_logits` for all computed rows, or for the rows of a block as `GradLogits`."""
 
     call: Call
-    rows: Rows
+    rows: RowInputs
     terms: Tensor  # [6 or 7, N] fp32, `RowTerms`
     entropy: bool  # it has an upstream gradient
     candidates: CandidateGradients | None = None  # they replace the gradients of the candidates' products
@@ -31,18 +31,20 @@ class GradLogitsInputs:
 
     def subset(self, index: Tensor) -> Self:
         """Return some of the computed rows."""
-        return self._select(index, None if self.cached is None else self.cached._replace(row_index=index))
+        return self._select(index, None if self.cached is None else self.cached._replace(copy_index=index))
 
-    def of_block(self, block: TokenBlock) -> Self:
+    def take_block(self, block: TokenBlock) -> Self:
         """Return the rows of a block. The last one takes the cache along, so that it is freed as early as possible."""
-        rows, cached = block.rows, self.cached
-        if cached is not None and cached.row_index is not None:
-            cached = cached._replace(row_index=cached.row_index[rows])
+        row_slice, cached = block.row_slice, self.cached
+        if cached is not None and cached.copy_index is not None:
+            cached = cached._replace(copy_index=cached.copy_index[row_slice])
         elif cached is not None:
-            cached = CachedGradLogits(cached.grad[rows], None if cached.factor is None else cached.factor[rows])
-        if rows.stop == self.rows.labels.shape[0]:
+            cached = CachedGradLogits(
+                cached.grad[row_slice], None if cached.factor is None else cached.factor[row_slice]
+            )
+        if row_slice.stop == self.rows.labels.shape[0]:
             self.cached = None
-        return self._select(rows, cached, block.hidden)
+        return self._select(row_slice, cached, block.hidden)
 
     def _select(self, index: slice | Tensor, cached: CachedGradLogits | None, hidden: Pending | None = None) -> Self:
         candidates = None if self.candidates is None else self.candidates.select(index)
@@ -74,8 +76,8 @@ class GradLogitsInputs:
         """Copy the first columns of a slab, and return their number. The cache is freed when no more will be copied."""
         if self.cached is None:
             return 0
-        assert self.cached.row_index is not None
-        cached, index = self.cached.grad[:, col_slice], self.cached.row_index[token_slice]
+        assert self.cached.copy_index is not None
+        cached, index = self.cached.grad[:, col_slice], self.cached.copy_index[token_slice]
         if cached.shape[1] == 0:
             self.cached = None
             return 0
@@ -109,7 +111,7 @@ class GradLogitsInputs:
 
 def grad_logits_inputs(
     call: Call,
-    rows: Rows,
+    rows: RowInputs,
     softmax: SoftmaxOfRow,
     upstream: dict[str, Tensor | None],  # of these rows' outputs
     ids: Tensor | None = None,  # [N, K], of the candidates

@@ -14,7 +14,7 @@ LOWEST_LOG_P = -256.0  # base 2; a lower log p is clamped to it, where p is 0, s
 NUM_TERMS = 6
 
 
-class Rows(NamedTuple):
+class RowInputs(NamedTuple):
     """Inputs of each row apart from its hidden state, [N] each."""
 
     labels: Tensor  # int32, local to this shard; -1: ignored, or not in this shard
@@ -25,9 +25,9 @@ class Rows(NamedTuple):
     def ignored(self) -> Tensor:
         return self.to_nats == 0
 
-    def select(self, rows: slice | Tensor) -> "Rows":
+    def select(self, rows: slice | Tensor) -> "RowInputs":
         """Return some of the rows."""
-        return Rows(*(row[rows] if isinstance(rows, slice) else row.index_select(0, rows) for row in self))
+        return RowInputs(*(row[rows] if isinstance(rows, slice) else row.index_select(0, rows) for row in self))
 
 
 class SoftmaxOfRow(NamedTuple):
@@ -74,6 +74,6 @@ def softcap_scale(options: Options) -> float | None:
 
 
 def softcap_scale_or_one(options: Options) -> float:
-    """Return the part of d logit / d product that is not in `Rows.scale`: the factor inside the tanh of a softcap."""
+    """Return the part of d logit / d product that `RowInputs.scale` lacks: the factor inside the tanh of a softcap."""
     scale = softcap_scale(options)
     return 1.0 if scale is None else scale

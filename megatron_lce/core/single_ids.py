@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
-from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.matmul import without_autocast
-from megatron_lce.core.rows import Rows, softcap_scale_or_one
+from megatron_lce.core.row_index import RowIndex
+from megatron_lce.core.rows import RowInputs, softcap_scale_or_one
 from megatron_lce.core.statistics import LN_2
 from megatron_lce.core.tokens import Tokens, tokens_in_blocks
 
@@ -76,7 +76,7 @@ def ids_of_offsets(ids: Tensor, offsets: Tensor) -> Ids:
     return Ids(ids, inside, offsets.clamp(0, ids.shape[0]))
 
 
-def logits_over_group(hidden: Tensor, ids: Ids, rows: Rows, call: Call) -> Tensor:
+def logits_over_group(hidden: Tensor, ids: Ids, rows: RowInputs, call: Call) -> Tensor:
     """Return base-2 logits [M]: 0 at padding, NaN at an id of no rank."""
     found = call.backend.indexed_logits(hidden, call.weight, ids.rows, ids.ids, rows, call.options, call.shard)
     if call.options.tp_group is not None:
@@ -91,7 +91,7 @@ def set_logprobs(
     tokens: Tensor,  # [M] the set of each id
     offsets: Tensor,  # [N + 1] the first id of each set
     labels: Tensor,  # [N]
-    to_nats: Tensor,  # [N] fp32, as in `Rows`
+    to_nats: Tensor,  # [N] fp32, as in `RowInputs`
 ) -> tuple[Tensor, Tensor]:
     """Return logprobs [N] of labels in their sets in nats, NaN outside, and 1[label] - p [M]; 0 in ignored rows."""
 
@@ -150,7 +150,7 @@ class LogitsAtFunction(torch.autograd.Function):
 
 def _tokens(call: Call, num_tokens: int) -> Tokens:
     """Return all tokens in one block."""
-    return tokens_in_blocks(call.hidden, ComputedRows(num_tokens), num_tokens, call.options)
+    return tokens_in_blocks(call.hidden, RowIndex(num_tokens), num_tokens, call.options)
 
 
 def _gradients(
@@ -162,7 +162,7 @@ def _gradients(
     for block in tokens.blocks():  # one, or none without tokens
         hidden = block.hidden.wait()
         if needs[0]:
-            out = tokens.grad_rows(block)
+            out = tokens.grad_buffer(block)
             bag_sums(call.weight, ids.ids, factors, ids.offsets, out, shard, accumulate=False)
             tokens.reduce(block, out)
     if needs[1]:  # sums over the tokens of each id

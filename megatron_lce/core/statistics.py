@@ -77,7 +77,7 @@ def merge_extremes(extremes: Tensor, telemetry: bool) -> Tensor:
     return torch.cat([merged, extremes[:, 2].amin(dim=0, keepdim=True), argmax])
 
 
-def stats_of_nothing(num_tokens: int, entropy: bool, telemetry: bool, device: torch.device) -> Tensor:
+def new_empty_stats(num_tokens: int, entropy: bool, telemetry: bool, device: torch.device) -> Tensor:
     """Return statistics [1, K, N] of a chunk without columns, as of a shard that is all padding."""
     stats = torch.zeros(1, num_stats(entropy, telemetry), num_tokens, dtype=torch.float32, device=device)
     stats[:, :2] = -torch.inf

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from megatron_lce.core.call import Call
 from megatron_lce.core.call_plan import plan_token_loss
-from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_statistics import outputs_over_group
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.known_loss import (
@@ -34,6 +33,7 @@ from megatron_lce.core.logit_gradients import grad_logits_inputs
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
+from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.tokens import tokens_in_blocks
 
 _SAMPLE = 2048  # the most tokens whose losses are compared
@@ -63,43 +63,43 @@ def summed_token_loss(
     options = call.options
     # Launched before the host waits for the number of rows, if it does.
     all_rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
-    computed = ComputedRows.of(call.labels, options)
+    row_index = RowIndex.from_labels(call.labels, options)
     plan = plan_token_loss(
         call.size,
-        computed.count,
+        row_index.count,
         call.shard.columns,
         options.workspace_bytes,
         needs_grad=with_gradient,
         needs_weight=call.weight.requires_grad,
         keeps_fp32_sum=scales_a_sum(call),
     )
-    cache = new_cache(call.size, min(plan.block_tokens, computed.count), plan.cached_columns, call.hidden)
-    tokens = tokens_in_blocks(call.hidden, computed, plan.block_tokens, options, unscaled_dtype(call))
-    computed = tokens.computed
-    all_rows = computed.select_rows(all_rows)
-    labels = computed.select(call.labels)
-    ids = None if call.candidates is None else computed.select(call.candidates)
-    selected = [computed.select(tensor) for tensor in per_token]
+    cache = new_cache(call.size, min(plan.block_tokens, row_index.count), plan.cached_columns, call.hidden)
+    tokens = tokens_in_blocks(call.hidden, row_index, plan.block_tokens, options, unscaled_dtype(call))
+    row_index = tokens.row_index
+    all_rows = row_index.select_rows(all_rows)
+    labels = row_index.select(call.labels)
+    ids = None if call.candidates is None else row_index.select(call.candidates)
+    selected = [row_index.select(tensor) for tensor in per_token]
     no_outputs = partial(new_outputs, 0, options, call.hidden, call.candidates)
     losses = Losses(loss, selected, no_outputs, all_rows.scale.device, with_gradient)
     head_grads = unscaled_gradients(tokens, call, plan) if with_gradient else None
     for block in tokens.blocks():
-        # `block.rows` are of all computed rows; what is selected here is this block's, whose rows start at 0.
-        rows, local_block = all_rows.select(block.rows), block._replace(rows=slice(0, block.num_tokens))
-        block_cache = None if cache is None else cache.select(local_block.rows)
-        block_labels, block_ids = labels[block.rows], None if ids is None else ids[block.rows]
+        # `block.row_slice` are of all computed rows; what is selected here is this block's, whose rows start at 0.
+        rows, local_block = all_rows.select(block.row_slice), block._replace(row_slice=slice(0, block.num_tokens))
+        block_cache = None if cache is None else cache.select(local_block.row_slice)
+        block_labels, block_ids = labels[block.row_slice], None if ids is None else ids[block.row_slice]
         outputs, softmax, log_p = outputs_over_group(
             [local_block], rows, block_labels, block_ids, call, plan, block_cache
         )
-        upstream = losses.add(outputs, rows.ignored, block.rows)
+        upstream = losses.add(outputs, rows.ignored, block.row_slice)
         if head_grads is not None:
             inputs, _ = grad_logits_inputs(call, rows, softmax, upstream, block_ids, log_p)
             inputs.hidden = block.hidden
             if block_cache is not None:
                 inputs.use_cache(block_cache, plan)
             head_grads.add_block(block, inputs)
-    outputs, metrics = losses.of_every_token(computed)
-    return TokenLossResults(computed.nan_if_wrong(losses.total), head_grads, outputs, metrics, losses.sample)
+    outputs, metrics = losses.of_every_token(row_index)
+    return TokenLossResults(row_index.nan_if_wrong(losses.total), head_grads, outputs, metrics, losses.sample)
 
 
 def token_losses(
@@ -141,14 +141,14 @@ class Losses:
         self._outputs: list[Any] = []
         self._metrics: list[Metrics] = []
 
-    def add(self, outputs: Any, ignored: Tensor, rows: slice) -> dict[str, Tensor | None]:
+    def add(self, outputs: Any, ignored: Tensor, row_slice: slice) -> dict[str, Tensor | None]:
         """Call the caller's loss for some tokens; return the gradients of its sum with respect to outputs."""
         given = {name: getattr(outputs, name) for name in self._names}
         leaves = {name: o.detach().requires_grad_(self._with_gradient) for name, o in given.items() if o is not None}
         # The hooks of a checkpoint around the call would recompute the whole call for each block.
         no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
         with torch.set_grad_enabled(self._with_gradient), no_hooks:
-            result = self._loss(outputs._replace(**leaves), *(tensor[rows] for tensor in self._per_token))
+            result = self._loss(outputs._replace(**leaves), *(tensor[row_slice] for tensor in self._per_token))
             losses, metrics = checked_losses(result, ignored.shape[0])
             total = torch.where(ignored, 0.0, losses).sum()
         if self._metrics and metrics.keys() != self._metrics[0].keys():
@@ -199,12 +199,12 @@ class Losses:
     def _joined_outputs(self) -> Any:
         return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *self._outputs)
 
-    def of_every_token(self, computed: ComputedRows) -> tuple[Any, Metrics]:
+    def of_every_token(self, row_index: RowIndex) -> tuple[Any, Metrics]:
         """Return the outputs and metrics of all tokens: 0 in skipped rows."""
         if not self._outputs:  # a call of the loss with no tokens gives the names of its metrics
             self.add(self._no_outputs(), torch.empty(0, dtype=torch.bool, device=self.total.device), slice(0, 0))
-        outputs, names = computed.spread_outputs(self._joined_outputs()), self._metrics[0]
-        return outputs, {name: computed.spread(torch.cat([part[name] for part in self._metrics])) for name in names}
+        outputs, names = row_index.scatter_outputs(self._joined_outputs()), self._metrics[0]
+        return outputs, {name: row_index.scatter(torch.cat([part[name] for part in self._metrics])) for name in names}
 
 
 def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:

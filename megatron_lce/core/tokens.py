@@ -15,42 +15,42 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.core import collectives
 from megatron_lce.core.collectives import Pending
-from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div, cut
+from megatron_lce.core.row_index import RowIndex
 
 
 class TokenBlock(NamedTuple):
     """A range of the computed rows, with their hidden states."""
 
-    rows: slice
+    row_slice: slice
     hidden: Pending  # [rows, H]
 
     @property
     def num_tokens(self) -> int:
-        return self.rows.stop - self.rows.start
+        return self.row_slice.stop - self.row_slice.start
 
 
 def tokens_in_blocks(
     hidden: Tensor,  # [N, H], under sequence parallel [N / tp, H]
-    computed: ComputedRows,
+    row_index: RowIndex,
     block_tokens: int,  # most rows of a block
     options: Options,
     grad_dtype: torch.dtype | None = None,  # of the hidden gradient; None: hidden's
 ) -> "Tokens":
-    """Return the tokens of a call. Their `computed` are the rows in the order of the blocks."""
+    """Return the tokens of a call. Their `row_index` has the rows in the order of the blocks."""
     group, grad_dtype = options.tp_group, grad_dtype or hidden.dtype
-    if group is None or not options.sequence_parallel or computed.count == 0:  # no rows: nothing to gather
+    if group is None or not options.sequence_parallel or row_index.count == 0:  # no rows: nothing to gather
         group = group if options.reduce_grad_hidden else None
-        return Tokens(hidden, computed, block_tokens, grad_dtype, group)
-    if computed.index is not None:
-        return GatheredTokens(hidden, computed, block_tokens, grad_dtype, group)
+        return Tokens(hidden, row_index, block_tokens, grad_dtype, group)
+    if row_index.index is not None:
+        return GatheredTokens(hidden, row_index, block_tokens, grad_dtype, group)
     ranks = collectives.group_size(group)
-    of_shard = max(1, block_tokens // ranks)
-    if of_shard < hidden.shape[0]:
-        rows = torch.arange(computed.num_tokens, dtype=torch.int64, device=hidden.device).view(ranks, -1)
-        computed = computed.subset(torch.cat([part.reshape(-1) for part in rows.split(of_shard, dim=1)]))
-    return ShardedTokens(hidden, computed, of_shard * ranks, grad_dtype, group)
+    shard_tokens = max(1, block_tokens // ranks)
+    if shard_tokens < hidden.shape[0]:
+        rows = torch.arange(row_index.num_tokens, dtype=torch.int64, device=hidden.device).view(ranks, -1)
+        row_index = row_index.subset(torch.cat([part.reshape(-1) for part in rows.split(shard_tokens, dim=1)]))
+    return ShardedTokens(hidden, row_index, shard_tokens * ranks, grad_dtype, group)
 
 
 class Tokens:
@@ -59,14 +59,14 @@ class Tokens:
     def __init__(
         self,
         hidden: Tensor,
-        computed: ComputedRows,
+        row_index: RowIndex,
         block_tokens: int,
         grad_dtype: torch.dtype,
         group: ProcessGroup | None,  # over which gradients are summed
     ) -> None:
-        self.hidden, self.computed, self.grad_dtype, self._group = hidden, computed, grad_dtype, group
+        self.hidden, self.row_index, self.grad_dtype, self._group = hidden, row_index, grad_dtype, group
         self._block_tokens = max(1, block_tokens)
-        self.num_blocks = ceil_div(computed.count, self._block_tokens)
+        self.num_blocks = ceil_div(row_index.count, self._block_tokens)
         self._grad: Tensor | None = None  # [n, H]
         self._sums: list[Pending] = []
 
@@ -79,20 +79,20 @@ class Tokens:
         return self._blocks_of(self.hidden)
 
     def _blocks_of(self, hidden: Tensor) -> Iterator[TokenBlock]:
-        for rows in cut(self.computed.count, self._block_tokens):
-            block = TokenBlock(rows, Pending(self.computed.select(hidden, rows)))
-            if rows.stop == self.computed.count:
+        for row_slice in cut(self.row_index.count, self._block_tokens):
+            block = TokenBlock(row_slice, Pending(self.row_index.select(hidden, row_slice)))
+            if row_slice.stop == self.row_index.count:
                 del hidden  # if gathered, it is freed while its last block is computed
             yield block
 
-    def grad_rows(self, block: TokenBlock) -> Tensor:
+    def grad_buffer(self, block: TokenBlock) -> Tensor:
         """Return the tensor [rows, H], of `grad_dtype`, for the gradient of the block."""
         if self._grad is None:
-            self._grad = self.hidden.new_empty(self.computed.count, self.hidden.shape[1], dtype=self.grad_dtype)
-        return self._grad[block.rows]
+            self._grad = self.hidden.new_empty(self.row_index.count, self.hidden.shape[1], dtype=self.grad_dtype)
+        return self._grad[block.row_slice]
 
     def reduce(self, block: TokenBlock, grad: Tensor) -> None:
-        """Start reducing what was written to `grad_rows`, unless the caller reduces it."""
+        """Start reducing what was written to `grad_buffer`, unless the caller reduces it."""
         if self._group is not None:
             self._sums.append(collectives.all_reduce_async(grad, self._group))
 
@@ -102,7 +102,7 @@ class Tokens:
             return torch.zeros_like(self.hidden, dtype=self.grad_dtype)
         for pending in self._sums:
             pending.wait()
-        return self.computed.spread(self._grad)
+        return self.row_index.scatter(self._grad)
 
 
 class ShardedTokens(Tokens):
@@ -117,21 +117,23 @@ class ShardedTokens(Tokens):
     def blocks(self) -> Iterator[TokenBlock]:
         """Yield blocks. While one is computed, the next is gathered."""
         ranks = collectives.group_size(self._group)
-        parts = cut(self.hidden.shape[0], self._block_tokens // ranks)
-        gathering = (self._start_block(part, ranks) for part in parts)  # each starts when it is requested
+        shard_slices = cut(self.hidden.shape[0], self._block_tokens // ranks)
+        gathering = (
+            self._start_block(shard_slice, ranks) for shard_slice in shard_slices
+        )  # each starts when it is requested
         block = next(gathering, None)
         while block is not None:
-            following = next(gathering, None)
+            next_block = next(gathering, None)
             yield block
             block.hidden.wait()  # even if unused: its memory must not be reused before the gather ends
-            block = following
+            block = next_block
 
-    def _start_block(self, part: slice, ranks: int) -> TokenBlock:
-        rows = slice(part.start * ranks, part.stop * ranks)
-        hidden = collectives.all_gather_async(self.hidden[part], self._group)
-        return TokenBlock(rows, hidden)
+    def _start_block(self, shard_slice: slice, ranks: int) -> TokenBlock:
+        row_slice = slice(shard_slice.start * ranks, shard_slice.stop * ranks)
+        hidden = collectives.all_gather_async(self.hidden[shard_slice], self._group)
+        return TokenBlock(row_slice, hidden)
 
-    def grad_rows(self, block: TokenBlock) -> Tensor:
+    def grad_buffer(self, block: TokenBlock) -> Tensor:
         return torch.empty_like(block.hidden.tensor, dtype=self.grad_dtype)
 
     def reduce(self, block: TokenBlock, grad: Tensor) -> None:
@@ -151,9 +153,9 @@ class GatheredTokens(Tokens):
         return self._blocks_of(collectives.all_gather_async(self.hidden, self._group).wait())
 
     def reduce(self, block: TokenBlock, grad: Tensor) -> None:
-        if block.rows.stop == self.computed.count:
+        if block.row_slice.stop == self.row_index.count:
             assert self._grad is not None
-            self._sums.append(collectives.reduce_scatter_async(self.computed.spread(self._grad), self._group))
+            self._sums.append(collectives.reduce_scatter_async(self.row_index.scatter(self._grad), self._group))
 
     def grad_hidden(self) -> Tensor:
         return self._sums[0].wait()

@@ -24,7 +24,6 @@ from torch import Tensor
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.call_plan import Plan, plan_divergence
-from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.head_gradients import CachedGradLogits, HeadGradients
 from megatron_lce.core.jsd_heads import (
     DIVERGENCE_ROWS,
@@ -44,7 +43,8 @@ from megatron_lce.core.jsd_heads import (
 from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
 from megatron_lce.core.matmul import copies_to_fp32, matmul, with_zeros_behind, without_autocast
 from megatron_lce.core.plan import COLUMN_STEP, cut, cut_columns, size_of_two_heads, slab_row_stride
-from megatron_lce.core.rows import Rows
+from megatron_lce.core.row_index import RowIndex
+from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.token_loss import Losses, TokenLossFunction, TokenLossResults
 from megatron_lce.core.tokens import tokens_in_blocks
 
@@ -85,17 +85,17 @@ def divergence_forward(
     teacher_scale = all_rows.scale
     if heads.teacher_temperature is not None:
         teacher_scale = prepare(call.labels, heads.teacher_temperature, options, call.shard).scale
-    computed = ComputedRows.of(call.labels, options)
-    plan = _plan(heads.student, heads.teacher, call, computed.count, call.weight.requires_grad, known=with_gradient)
+    row_index = RowIndex.from_labels(call.labels, options)
+    plan = _plan(heads.student, heads.teacher, call, row_index.count, call.weight.requires_grad, known=with_gradient)
     tokens, teacher_tokens = (
-        tokens_in_blocks(head.hidden, computed, plan.block_tokens, options, unscaled_dtype(call)) for head in heads[:2]
+        tokens_in_blocks(head.hidden, row_index, plan.block_tokens, options, unscaled_dtype(call)) for head in heads[:2]
     )
-    computed = tokens.computed  # now in the order of the blocks
-    all_rows, teacher_scale = computed.select_rows(all_rows), computed.select(teacher_scale)
-    all_stats = teacher_scale.new_zeros(DIVERGENCE_ROWS + LABEL_ROWS * heads.return_student, computed.count)
+    row_index = tokens.row_index  # now in the order of the blocks
+    all_rows, teacher_scale = row_index.select_rows(all_rows), row_index.select(teacher_scale)
+    all_stats = teacher_scale.new_zeros(DIVERGENCE_ROWS + LABEL_ROWS * heads.return_student, row_index.count)
     losses = None
     if loss is not None:
-        selected, no_rows = [computed.select(x) for x in per_token], slice(0, 0)
+        selected, no_rows = [row_index.select(x) for x in per_token], slice(0, 0)
         losses = Losses(
             loss,
             selected,
@@ -106,15 +106,15 @@ def divergence_forward(
         )
     head_grads, grad_buffer = unscaled_gradients(tokens, call, plan) if with_gradient else None, None
     if plan.cached_columns > 0:
-        shape = min(plan.block_tokens, computed.count), slab_row_stride(plan.cached_columns)
+        shape = min(plan.block_tokens, row_index.count), slab_row_stride(plan.cached_columns)
         grad_buffer = with_zeros_behind(call.hidden.new_empty(shape), plan.cached_columns)
     # Both gathers start first: ranks must run collectives in one order. A rank without columns skips products only, and
     # runs every collective.
     for block, teacher_block in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
-        rows, stats, find_terms = all_rows.select(block.rows), all_stats[:, block.rows], None
+        rows, stats, find_terms = all_rows.select(block.row_slice), all_stats[:, block.row_slice], None
         block_heads = Heads(
-            heads.student.of_rows(block.hidden.wait(), rows.scale),
-            heads.teacher.of_rows(teacher_block.hidden.wait(), teacher_scale[block.rows]),
+            heads.student.with_rows(block.hidden.wait(), rows.scale),
+            heads.teacher.with_rows(teacher_block.hidden.wait(), teacher_scale[block.row_slice]),
             heads.beta,
             computed_kinds(heads.kinds, heads.beta),
             rows.labels if heads.return_student else None,
@@ -123,17 +123,17 @@ def divergence_forward(
         if grad_buffer is not None:
             grad_logits.cached = CachedGradLogits(grad_buffer[: block.num_tokens])
         if losses is not None:
-            find_terms = partial(_terms_of_losses, losses, heads, rows, block.rows.start)
+            find_terms = partial(_terms_of_losses, losses, heads, rows, block.row_slice.start)
         grad_logits.fill_stats(plan, find_terms)
         if head_grads is not None:
             head_grads.add_block(block, grad_logits)
-    per_row = computed.index, all_rows.scale, teacher_scale
+    per_row = row_index.index, all_rows.scale, teacher_scale
     if losses is not None:
-        outputs, metrics = losses.of_every_token(computed)
-        total = computed.nan_if_wrong(losses.total)
+        outputs, metrics = losses.of_every_token(row_index)
+        total = row_index.nan_if_wrong(losses.total)
         return Divergences(outputs, TokenLossResults(total, head_grads, outputs, metrics, losses.sample), per_row)
     outputs, to_nats = _outputs(heads, all_stats, all_rows)
-    return Divergences(computed.spread_outputs(outputs), None, (*per_row, to_nats, all_stats))
+    return Divergences(row_index.scatter_outputs(outputs), None, (*per_row, to_nats, all_stats))
 
 
 def divergences_with_gradient(divergences: Divergences, call: Call, heads: TwoHeads) -> LinearDivergenceOutput:
@@ -142,14 +142,14 @@ def divergences_with_gradient(divergences: Divergences, call: Call, heads: TwoHe
     return divergences.outputs._replace(**dict(zip(heads.kinds, by_kind, strict=True)))
 
 
-def _outputs(heads: TwoHeads, stats: Tensor, rows: Rows) -> tuple[LinearDivergenceOutput, Tensor]:
+def _outputs(heads: TwoHeads, stats: Tensor, rows: RowInputs) -> tuple[LinearDivergenceOutput, Tensor]:
     """Return the outputs of some rows, and to_nats, NaN if one of the divergences is."""
     outputs, to_nats = divergences_in_nats(stats, rows, heads.kinds, heads.beta)
     return outputs._replace(student=student_outputs(stats, rows) if heads.return_student else None), to_nats
 
 
 def _terms_of_losses(
-    losses: Losses, heads: TwoHeads, block_rows: Rows, start: int, stats: Tensor, token_slice: slice
+    losses: Losses, heads: TwoHeads, block_rows: RowInputs, start: int, stats: Tensor, token_slice: slice
 ) -> Tensor:
     """Call the loss for some tokens of a block, which starts at this row; return their `GradTerms`."""
     rows = block_rows.select(token_slice)
@@ -193,29 +193,29 @@ class _LinearDivergence(torch.autograd.Function):
         student, teacher = Head(hidden, weight, *ctx.softcaps[0]), Head(*teacher_tensors, *ctx.softcaps[1])
         call = ctx.call.with_tensors(hidden, weight)
         with without_autocast(call.hidden.device, "linear_divergence backward"):
-            computed = ComputedRows(next(iter(given.values())).shape[0], index)
-            upstream = {kind: computed.select(gradient.float()) for kind, gradient in given.items()}
+            row_index = RowIndex(next(iter(given.values())).shape[0], index)
+            upstream = {kind: row_index.select(gradient.float()) for kind, gradient in given.items()}
             terms = gradient_terms(upstream, stats, to_nats, scale, student, ctx.beta)
             if call.options.skip_ignored is True:
                 # The gradient of a broken row is NaN whatever the upstream gradient.
                 has_grad = to_nats.isnan()
                 for gradient in upstream.values():
                     has_grad |= gradient != 0
-                grad_index = ComputedRows.where(has_grad, call.options.tp_group).index
+                grad_index = RowIndex.from_mask(has_grad, call.options.tp_group).index
                 if grad_index is not None:
                     stats, terms = stats[:, grad_index], terms[:, grad_index]
                     scale, teacher_scale = scale[grad_index], teacher_scale[grad_index]
-                    computed = computed.subset(grad_index)
-            plan = _plan(student, teacher, call, computed.count, ctx.needs_input_grad[1])
+                    row_index = row_index.subset(grad_index)
+            plan = _plan(student, teacher, call, row_index.count, ctx.needs_input_grad[1])
             tokens, teacher_tokens = (
-                tokens_in_blocks(head.hidden, computed, plan.block_tokens, call.options) for head in (student, teacher)
+                tokens_in_blocks(head.hidden, row_index, plan.block_tokens, call.options) for head in (student, teacher)
             )
             head_grads = HeadGradients(tokens, call, plan, ctx.needs_input_grad[:2])
             # Both gathers come first, as in forward.
             for block, teacher_block in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
                 block_heads = Heads(
-                    student.of_rows(block.hidden.wait(), scale),
-                    teacher.of_rows(teacher_block.hidden.wait(), teacher_scale),
+                    student.with_rows(block.hidden.wait(), scale),
+                    teacher.with_rows(teacher_block.hidden.wait(), teacher_scale),
                     ctx.beta,
                     computed_kinds(upstream, ctx.beta),
                     terms=terms,

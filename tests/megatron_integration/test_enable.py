@@ -8,7 +8,7 @@ import torch
 from megatron_lce import enable_fused_linear_ce
 from megatron_lce.core import cross_entropy as core_cross_entropy
 from megatron_lce.core import tokens
-from megatron_lce.core.computed_rows import ComputedRows
+from megatron_lce.core.row_index import RowIndex
 from tests import megatron_world
 from tests.megatron_world import VOCAB_SIZE, assert_refused, cross_entropy, enable
 
@@ -112,7 +112,7 @@ def test_all_rows_are_computed_while_a_cuda_graph_is_captured(untied, monkeypatc
     enable(untied, skip_masked=True)
     expected = untied(*tensors, labels=labels)
     counted = []
-    monkeypatch.setattr(ComputedRows, "where", lambda *given: counted.append(given))
+    monkeypatch.setattr(RowIndex, "from_mask", lambda *given: counted.append(given))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     torch.testing.assert_close(untied(*tensors, labels=labels), expected)

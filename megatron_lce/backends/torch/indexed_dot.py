@@ -5,11 +5,11 @@ from torch import Tensor
 
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import cut
-from megatron_lce.core.rows import Rows, softcap_scale
+from megatron_lce.core.rows import RowInputs, softcap_scale
 
 
 def indexed_logits(
-    hidden: Tensor, weight: Tensor, token_index: Tensor, ids: Tensor, rows: Rows, options: Options, shard: Shard
+    hidden: Tensor, weight: Tensor, token_index: Tensor, ids: Tensor, rows: RowInputs, options: Options, shard: Shard
 ) -> Tensor:
     logits_and_owners = hidden.new_empty(2, ids.shape[0], dtype=torch.float32)
     logits, cap = logits_and_owners[0], softcap_scale(options)

@@ -15,7 +15,7 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.matmul import copies_to_fp32, matmul
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import Costs, cut
-from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, softcap_scale
+from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowTerms, softcap_scale
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
     FIXED_POINT_UNIT,
@@ -44,7 +44,7 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
 
 
 def grad_logits_from_cache(
-    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
+    cache: LogitsCache, rows: RowInputs, terms: Tensor, options: Options, *, entropy: bool, factored: bool
 ) -> Tensor | None:
     raise AssertionError("`scratch_bytes` allows no cache")
 
@@ -52,7 +52,7 @@ def grad_logits_from_cache(
 def softmax_stats(
     hidden: Tensor,
     weight: Tensor,
-    rows: Rows,
+    rows: RowInputs,
     options: Options,
     *,
     vocab_start: int,
@@ -117,7 +117,7 @@ def merge_chunks(
 def grad_logits(
     hidden: Tensor,
     weight: Tensor,
-    rows: Rows,
+    rows: RowInputs,
     terms: Tensor,
     out: Tensor,
     options: Options,

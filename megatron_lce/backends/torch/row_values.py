@@ -9,7 +9,7 @@ from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
     SCALE_OF_IGNORED_ROW,
-    Rows,
+    RowInputs,
     RowTerms,
     SoftmaxOfRow,
     logits_factor,
@@ -18,7 +18,7 @@ from megatron_lce.core.rows import (
 from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT, LN_2, unpack_extremes
 
 
-def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
+def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> RowInputs:
     local = labels - shard.start
     ignored = labels == options.ignore_index
     in_shard = (local >= 0) & (local < shard.columns) & ~ignored
@@ -30,7 +30,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
     else:
         scale = labels.new_full(labels.shape, logits_factor(options) / temperature, dtype=torch.float32)
         one_or_nan = torch.ones_like(scale)
-    return Rows(
+    return RowInputs(
         local.masked_fill(~in_shard, -1).int(),
         scale.masked_fill(ignored, SCALE_OF_IGNORED_ROW),
         (LN_2 * one_or_nan).masked_fill_(ignored, 0.0),
@@ -38,7 +38,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
 
 
 def write_outputs(
-    packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options, outputs: LinearCrossEntropyOutput
+    packed_extremes: Tensor, sums: Tensor, rows: RowInputs, options: Options, outputs: LinearCrossEntropyOutput
 ) -> SoftmaxOfRow:
     extremes = unpack_extremes(packed_extremes, options.telemetry)
     ignored = rows.ignored
@@ -83,7 +83,7 @@ def write_outputs(
 
 
 def row_terms(
-    rows: Rows, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
+    rows: RowInputs, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
 ) -> tuple[Tensor, Tensor]:
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     ignored = rows.ignored

@@ -25,7 +25,7 @@ from megatron_lce.backends.triton.packed import row_terms_at
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div, slab_row_stride
-from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows
+from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, RowInputs
 
 # A row's factor must lie between 1 / this and this, and its label's exponential below this. Then sums of their products
 # with 16-bit numbers stay far from the limits of fp32.
@@ -36,7 +36,7 @@ _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 def grad_logits(
     hidden: Tensor,
     weight: Tensor,
-    rows: Rows,
+    rows: RowInputs,
     terms: Tensor,
     out: Tensor,
     options: Options,
@@ -76,7 +76,7 @@ def grad_logits(
 
 
 def grad_logits_from_cache(
-    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
+    cache: LogitsCache, rows: RowInputs, terms: Tensor, options: Options, *, entropy: bool, factored: bool
 ) -> Tensor | None:
     """As in `Backend`; in addition, padding past each row is written with finite numbers.
 

@@ -9,11 +9,11 @@ from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.dot_tile import rounded_to_bf16, tanh
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ceil_div
-from megatron_lce.core.rows import Rows, softcap_scale
+from megatron_lce.core.rows import RowInputs, softcap_scale
 
 
 def indexed_logits(
-    hidden: Tensor, weight: Tensor, token_index: Tensor, ids: Tensor, rows: Rows, options: Options, shard: Shard
+    hidden: Tensor, weight: Tensor, token_index: Tensor, ids: Tensor, rows: RowInputs, options: Options, shard: Shard
 ) -> Tensor:
     num_ids, cap = ids.shape[0], softcap_scale(options)
     logits_and_owners = hidden.new_empty(2, num_ids, dtype=torch.float32)

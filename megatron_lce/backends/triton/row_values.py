@@ -15,7 +15,7 @@ from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
     NUM_TERMS,
     SCALE_OF_IGNORED_ROW,
-    Rows,
+    RowInputs,
     SoftmaxOfRow,
     logits_factor,
     softcap_scale_or_one,
@@ -29,8 +29,8 @@ _LOG_SUM_OF_IGNORED_ROW = tl.constexpr(LOG_SUM_OF_IGNORED_ROW)
 _SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
 
 
-def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
-    rows = Rows(*(torch.empty_like(labels, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.float32)))
+def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> RowInputs:
+    rows = RowInputs(*(torch.empty_like(labels, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.float32)))
     temperatures, temperature_scalar = (
         (temperature.contiguous(), 1.0) if isinstance(temperature, Tensor) else (None, temperature)
     )
@@ -55,7 +55,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
 
 
 def write_outputs(
-    packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options, outputs: LinearCrossEntropyOutput
+    packed_extremes: Tensor, sums: Tensor, rows: RowInputs, options: Options, outputs: LinearCrossEntropyOutput
 ) -> SoftmaxOfRow:
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
     saved = (
@@ -81,7 +81,7 @@ def write_outputs(
 
 
 def row_terms(
-    rows: Rows, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
+    rows: RowInputs, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
 ) -> tuple[Tensor, Tensor]:
     num_tokens = rows.labels.shape[0]
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
@@ -120,7 +120,7 @@ def _stride(grad: Tensor | None) -> int:
 def _prepare_rows_kernel(
     label_ptr,  # [N] int64, global
     temperature_ptr,  # [N], or None
-    out,  # `Rows`, [N] out each
+    out,  # `RowInputs`, [N] out each
     N,
     temperature,  # where there is no temperature_ptr
     logits_factor,
@@ -129,7 +129,7 @@ def _prepare_rows_kernel(
     num_columns,
     BLOCK_N: tl.constexpr,
 ):
-    """Write the `Rows` of BLOCK_N tokens."""
+    """Write the `RowInputs` of BLOCK_N tokens."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = offs_n < N
     label = tl.load(label_ptr + offs_n, mask=mask, other=0)

@@ -24,7 +24,7 @@ from megatron_lce.backends.triton.packed import extremes_at, sums_at
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import MIN_TOKENS, ceil_div, cut
-from megatron_lce.core.rows import Rows
+from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LOWEST_LOGIT, Extremes, num_stats
 
 # Base 2. In bf16 the shift of a chunk is 0 if the absolute value of its largest logit is at most this. bf16 reaches
@@ -37,7 +37,7 @@ _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 def softmax_stats(
     hidden: Tensor,
     weight: Tensor,
-    rows: Rows,
+    rows: RowInputs,
     options: Options,
     *,
     vocab_start: int,
@@ -107,7 +107,7 @@ def _label_logits(
     hidden: Tensor,
     hidden_pow2: Tensor | None,
     weight: Tensor,
-    rows: Rows,
+    rows: RowInputs,
     out: Tensor,
     tile: tiles.Tiles,
     options: Options,

@@ -10,13 +10,13 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lce.core import collectives
 from megatron_lce.core.options import Options
-from megatron_lce.core.rows import Rows
+from megatron_lce.core.rows import RowInputs
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ComputedRows:
+class RowIndex:
     """Indices of the n computed rows among all N: ascending, until `Tokens` puts them in the order of its blocks."""
 
     num_tokens: int  # N
@@ -24,7 +24,7 @@ class ComputedRows:
     count_is_wrong: Tensor | None = None  # [] bool: the caller's number is not the number of unignored labels
 
     @classmethod
-    def of(cls, labels: Tensor, options: Options) -> Self:
+    def from_labels(cls, labels: Tensor, options: Options) -> Self:
         """Return the rows to compute under `skip_ignored`. With True the host waits for their number.
 
         Raises:
@@ -33,19 +33,19 @@ class ComputedRows:
         num_tokens, skip = labels.shape[0], options.skip_ignored
         if skip is False:
             return cls(num_tokens)
-        counts = labels != options.ignore_index
+        valid_mask = labels != options.ignore_index
         if skip is not True:
-            index = None if skip == num_tokens else counts.nonzero_static(size=skip, fill_value=0)[:, 0]
-            return cls(num_tokens, index, counts.sum() != skip)
+            index = None if skip == num_tokens else valid_mask.nonzero_static(size=skip, fill_value=0)[:, 0]
+            return cls(num_tokens, index, valid_mask.sum() != skip)
         if collectives.is_cuda_graph_capturing():
             raise RuntimeError(
                 "skip_ignored must be False or the number of counted rows while a CUDA graph is captured, got True: "
                 "it reads the number from the device"
             )
-        return cls.where(counts, options.tp_group)
+        return cls.from_mask(valid_mask, options.tp_group)
 
     @classmethod
-    def where(cls, mask: Tensor, group: ProcessGroup | None) -> Self:
+    def from_mask(cls, mask: Tensor, group: ProcessGroup | None) -> Self:
         """Return the rows whose mask [N] is true on any rank, the same ones on all ranks. The host waits."""
         if group is not None:
             mask = collectives.all_reduce_any(mask, group)
@@ -61,26 +61,26 @@ class ComputedRows:
         """Return some of the computed rows."""
         return replace(self, index=index if self.index is None else self.index[index])
 
-    def select(self, per_row: Tensor, rows: slice = slice(None)) -> Tensor:
+    def select(self, per_row: Tensor, row_slice: slice = slice(None)) -> Tensor:
         """Return the computed rows [n, ...], or a range of them, of a tensor [N, ...]."""
-        return per_row[rows] if self.index is None else per_row.index_select(0, self.index[rows])
+        return per_row[row_slice] if self.index is None else per_row.index_select(0, self.index[row_slice])
 
-    def select_rows(self, rows: Rows) -> Rows:
+    def select_rows(self, rows: RowInputs) -> RowInputs:
         """Return the computed rows, NaN if the caller's count is wrong."""
         rows = rows if self.index is None else rows.select(self.index)
         return rows._replace(to_nats=self.nan_if_wrong(rows.to_nats))
 
-    def spread(self, per_row: Tensor) -> Tensor:
+    def scatter(self, per_row: Tensor) -> Tensor:
         """Return values [n, ...] of the computed rows as [N, ...], with 0 in skipped rows."""
         if self.index is None:
             return per_row
         return per_row.new_zeros(self.num_tokens, *per_row.shape[1:]).index_copy_(0, self.index, per_row)
 
-    def spread_outputs(self, outputs: T) -> T:
-        """Apply `spread` to a tree of outputs; they are NaN if the caller's count is wrong."""
+    def scatter_outputs(self, outputs: T) -> T:
+        """Apply `scatter` to a tree of outputs; they are NaN if the caller's count is wrong."""
         if self.index is None and self.count_is_wrong is None:
             return outputs
-        return tree_map_only(Tensor, lambda output: self.nan_if_wrong(self.spread(output)), outputs)
+        return tree_map_only(Tensor, lambda output: self.nan_if_wrong(self.scatter(output)), outputs)
 
     def nan_if_wrong(self, values: Tensor) -> Tensor:
         """Return the values, or NaN (integers: -1) if the caller's count is wrong. The host does not wait."""
