@@ -9,7 +9,7 @@ from torch import Tensor
 import megatron_lce
 from benchmark.shapes import Inputs
 from megatron_lce.api.linear_token_loss import linear_token_losses
-from megatron_lce.core.known_loss import Promise
+from megatron_lce.core.known_loss import UpstreamCheck
 from megatron_lce.core.options import WORKSPACE_BYTES
 
 MIB = 2**20
@@ -30,7 +30,7 @@ class Ours:
     skip_ignored: bool | int = False
     token_loss: bool = False
     known_loss: bool = False
-    _promise: Promise = field(default_factory=Promise)
+    _upstream_check: UpstreamCheck = field(default_factory=UpstreamCheck)
 
     def step(self, inputs: Inputs, mode: str) -> Step:
         keywords: dict[str, Any] = {"entropy": mode in ("fwd", "rl"), "workspace_bytes": self.workspace_bytes}
@@ -46,7 +46,7 @@ class Ours:
                 gradients = torch.autograd.grad(total, tensors[:2])
             elif self.known_loss:
                 assert mode == "sft"
-                losses, _ = linear_token_losses(*tensors, self._promise, **keywords)
+                losses, _ = linear_token_losses(*tensors, self._upstream_check, **keywords)
                 outputs = (losses.mean(),)
                 gradients = torch.autograd.grad(outputs, tensors[:2])
             else:

@@ -13,7 +13,7 @@ from megatron_lce.api.support_logprobs import support_logprobs
 from megatron_lce.api.topk_divergence import topk_divergence
 from megatron_lce.checks.validation import check_labels
 from megatron_lce.command.explain import Explanation, explain
-from megatron_lce.core.jsd_heads import LinearDivergenceOutput
+from megatron_lce.core.divergence_types import LinearDivergenceOutput
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.megatron.capture import capture_lm_head
 from megatron_lce.megatron.captured_head import CapturedHead

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 import megatron_lce
 from megatron_lce.api import linear_token_loss as token_loss
 from megatron_lce.backends import choice
-from megatron_lce.core.jsd_heads import KINDS
+from megatron_lce.core.divergence_types import KINDS
 
 # KiB of shared memory that a program may have.
 SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99, "gfx942": 64}

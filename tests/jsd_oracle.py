@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce import linear_divergence, linear_divergence_loss, linear_jsd
-from megatron_lce.core.jsd_heads import KINDS
+from megatron_lce.core.divergence_types import KINDS
 from tests.oracle import (
     TIMES_EAGER_16_BIT,
     TIMES_EAGER_FP32,

@@ -80,10 +80,10 @@ def token_loss(device: torch.device, dtype: torch.dtype = BF16, **options: Any) 
 
 def known_loss(device: torch.device) -> list[Tensor]:
     from megatron_lce.api.linear_token_loss import linear_token_losses
-    from megatron_lce.core.known_loss import Promise
+    from megatron_lce.core.known_loss import UpstreamCheck
 
     hidden, weight, labels = head(device)
-    return backward(linear_token_losses(hidden, weight, labels, Promise(), backend="triton")[0], hidden, weight)
+    return backward(linear_token_losses(hidden, weight, labels, UpstreamCheck(), backend="triton")[0], hidden, weight)
 
 
 def jsd(device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list[Tensor]:

@@ -7,14 +7,14 @@ import torch
 
 import megatron_lce
 from megatron_lce.backends.torch import primitives as torch_backend
-from megatron_lce.core.options import DIFFERENTIABLE, Options
+from megatron_lce.core.options import DIFFERENTIABLE_SCALARS, Options
 from tests.oracle import Upstream, oracle, relative_error
 from tests.problems import make_problem
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("name", DIFFERENTIABLE_SCALARS)
 def test_upstream_that_is_zero_almost_everywhere(name, backend, device):
     """A gradient for one token: what another token's rows get must be exactly nothing."""
     problem = make_problem(17, 24, 70, device)
@@ -89,7 +89,9 @@ def test_of_telemetry_the_mean_alone_has_a_gradient(backend, device):
     problem = make_problem(4, 8, 20, device)
     hidden = problem.hidden.clone().requires_grad_()
     out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], telemetry=True, backend=backend)
-    assert [name for name, o in out._asdict().items() if o is not None and o.requires_grad] == list(DIFFERENTIABLE)
+    assert [name for name, o in out._asdict().items() if o is not None and o.requires_grad] == list(
+        DIFFERENTIABLE_SCALARS
+    )
 
 
 def test_saves_no_logits(backend, device):

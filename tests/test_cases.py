@@ -7,7 +7,7 @@ sets hold from none to all of a row's.
 import pytest
 import torch
 
-from megatron_lce.core.jsd_heads import KINDS
+from megatron_lce.core.divergence_types import KINDS
 from tests.cases import BF16, FP32, SOMEWHERE, Ranks, Whole, case
 from tests.checks import check_case
 from tests.findings import Asserted

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.choice import load_backend
-from megatron_lce.core.jsd_heads import (
+from megatron_lce.core.divergence_types import (
     DIVERGENCE_ROWS,
     KINDS,
     SOFTMAX_ROWS,

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_lce
 from megatron_lce import compat
-from megatron_lce.core.jsd_heads import KINDS
+from megatron_lce.core.divergence_types import KINDS
 from tests.jsd_oracle import weighted_jsd
 from tests.problems import make_problem
 

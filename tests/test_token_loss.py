@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import megatron_lce
-from megatron_lce.core.options import DIFFERENTIABLE
+from megatron_lce.core.options import DIFFERENTIABLE_SCALARS
 from tests.oracle import Result, Upstream, assert_within, comparisons, oracle, relative_error
 from tests.problems import make_problem, smallest_workspace
 
@@ -32,7 +32,7 @@ def inputs_of(problem, loss, **keywords):
     generator = torch.Generator().manual_seed(7)
     noise, advantages = torch.randn(2, *problem.labels.shape, generator=generator).to(problem.hidden.device)
     per_token = exact.logprobs.float() + 2 * noise, advantages
-    leaves = [part.requires_grad_() for name in DIFFERENTIABLE if (part := getattr(exact, name)) is not None]
+    leaves = [part.requires_grad_() for name in DIFFERENTIABLE_SCALARS if (part := getattr(exact, name)) is not None]
     losses, _ = loss(exact, *per_token)
     counted = problem.labels != -100
     total = losses[counted].sum()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_lce.core.jsd_heads import KINDS
+from megatron_lce.core.divergence_types import KINDS
 from tests.cases import BF16, FP32, SOMEWHERE, Case, Share
 from tests.checks import oracle_options
 from tests.jsd_oracle import divergences_of_products, log_probabilities, logits_of_products

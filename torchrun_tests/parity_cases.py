@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from megatron_lce.core.jsd_heads import KINDS
+from megatron_lce.core.divergence_types import KINDS
 from tests.cases import BF16, FP32, SEQUENCE, Case, Whole, case, uneven
 
 WIDE = (SEQUENCE, 3)

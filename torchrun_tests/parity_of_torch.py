@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import megatron_lce
 from megatron_lce.core import collectives
-from megatron_lce.core.options import DIFFERENTIABLE
+from megatron_lce.core.options import DIFFERENTIABLE_SCALARS
 from tests.cases import BF16, Case, Ranks, Share, case
 from tests.oracle import differentiable
 
@@ -86,7 +86,7 @@ def run_dtensors(backend: str, group: ProcessGroup, device: torch.device, report
         placed = (hidden, placement), (weight, Shard(0))
         sharded = [distribute_tensor(t.detach(), mesh, [where]).requires_grad_() for t, where in placed]
         actual = with_gradients(step, (*sharded, problem.labels))
-        names = ("loss", *DIFFERENTIABLE, "grad_hidden", "grad_weight")
+        names = ("loss", *DIFFERENTIABLE_SCALARS, "grad_hidden", "grad_weight")
         for name, one, other in zip(names, actual, expected, strict=True):
             whole = one.full_tensor() if isinstance(one, DTensor) else one
             report.compare(f"{title}: {name}", whole, other, 1e-5)

@@ -25,9 +25,9 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, shaped
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import wait_if_async
+from megatron_lce.core.divergence_types import KINDS, Head, Kind, LinearDivergenceOutput
 from megatron_lce.core.eager import eager
-from megatron_lce.core.jsd_heads import KINDS, Head, Kind, LinearDivergenceOutput
-from megatron_lce.core.known_loss import with_gradients
+from megatron_lce.core.known_loss import attach_gradients
 from megatron_lce.core.matmul import aligned_rows, matmul, without_autocast
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.token_loss import Metrics, TokenLossFunction
@@ -158,9 +158,9 @@ def linear_divergence_loss(
         assert summed is not None
         with torch.no_grad():
             unless_nan = check_tokens_apart(loss, *summed.sample(), instead="linear_divergence")
-    total = with_gradients(summed.total, summed.gradients, call, name)
+    loss_sum = attach_gradients(summed.loss_sum, summed.head_grads, call, name)
     # A factor of NaN makes the gradients NaN, too, because backward multiplies the upstream gradient by it.
-    return DivergenceLoss(total * unless_nan, *shaped((summed.outputs, summed.metrics), call.shape))
+    return DivergenceLoss(loss_sum * unless_nan, *shaped((summed.outputs, summed.metrics), call.shape))
 
 
 def _divergences(call: Call, heads: TwoHeads) -> LinearDivergenceOutput:

@@ -18,7 +18,7 @@ from megatron_lce.checks.together import check_keywords, checked_together, keywo
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_cuda_graph_capturing, wait_if_async
 from megatron_lce.core.eager import eager
-from megatron_lce.core.known_loss import Promise
+from megatron_lce.core.known_loss import UpstreamCheck
 from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.token_loss import Metrics, TokenLossFunction, known_losses, token_losses
@@ -97,18 +97,18 @@ def linear_token_loss(
         check_loss(loss, per_token, shape, hidden.device)
         checks.rest()
     call = checks.call()
-    total, results = token_losses(name, call, loss, flat_per_token(call, per_token))
+    loss_sum, results = token_losses(name, call, loss, flat_per_token(call, per_token))
     with torch.no_grad(), without_autocast(hidden.device, name):
         unless_nan = check_tokens_apart(loss, *results.sample())
     # A factor of NaN makes the gradients NaN, too, because backward multiplies the upstream gradient by it.
-    return TokenLoss(total * unless_nan, *shaped((results.outputs, results.metrics), call.shape))
+    return TokenLoss(loss_sum * unless_nan, *shaped((results.outputs, results.metrics), call.shape))
 
 
 def linear_token_losses(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]
     labels: Tensor,  # [...]
-    promise: Promise,
+    upstream_check: UpstreamCheck,
     loss: Callable[[LinearCrossEntropyOutput], Tensor] = lambda out: -out.logprobs,
     **options: Unpack[TokenLossOptions],
 ) -> tuple[Tensor, LinearCrossEntropyOutput]:
@@ -117,8 +117,8 @@ def linear_token_losses(
     `loss` treats each token for itself, and is 0 at ignored rows, whose outputs are 0; by default it is -log p(label).
 
     Backward scales both gradients by the upstream gradient of the tokens that are not ignored, which must be one
-    number. In the first backward passes, as many as `promise` says, the host checks it and raises; later ones return
-    NaN.
+    number. In the first backward passes, as many as `upstream_check` says, the host checks it and raises; later ones
+    return NaN.
 
     Raises:
         RuntimeError: in a second backward, or if the upstream gradient is not one number.
@@ -127,7 +127,7 @@ def linear_token_losses(
     with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
         checks.all()
     call = checks.call()
-    return shaped(known_losses(name, call, loss, promise), call.shape)
+    return shaped(known_losses(name, call, loss, upstream_check), call.shape)
 
 
 def check_loss(

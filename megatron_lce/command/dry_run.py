@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, Shard
+from megatron_lce.core.options import DIFFERENTIABLE_SCALARS, LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, Costs, ceil_div, costs_of_parts, round_up
 from megatron_lce.core.rows import NUM_TERMS, RowInputs, SoftmaxOfRow
 from megatron_lce.core.statistics import CHUNK_COLUMNS, num_extremes, num_stats, num_sums
@@ -173,7 +173,7 @@ class AllocatingBackend:
     def row_terms(
         self, rows: RowInputs, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
     ) -> tuple[Tensor, Tensor]:
-        num_tokens, with_mean = rows.scale.shape[0], upstream[DIFFERENTIABLE.index("mean_logit")] is not None
+        num_tokens, with_mean = rows.scale.shape[0], upstream[DIFFERENTIABLE_SCALARS.index("mean_logit")] is not None
         terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
         return terms, torch.empty_like(rows.scale, dtype=torch.bool)
 

@@ -17,7 +17,7 @@ from megatron_lce.command.dry_run import AllocatingBackend, Counter, MetaSink, S
 from megatron_lce.core.call import Call
 from megatron_lce.core.call_plan import Plan, plan_cross_entropy
 from megatron_lce.core.cross_entropy import linear_cross_entropy_autograd
-from megatron_lce.core.known_loss import Promise
+from megatron_lce.core.known_loss import UpstreamCheck
 from megatron_lce.core.options import WORKSPACE_BYTES, Options, Shard
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.token_loss import known_losses
@@ -136,7 +136,7 @@ def known_loss(step: HeadStep) -> HeadCost | None:
     """
 
     def losses(call: Call) -> tuple[Tensor]:
-        return (known_losses("known_loss", call, lambda outputs: -outputs.logprobs, Promise(0))[0],)
+        return (known_losses("known_loss", call, lambda outputs: -outputs.logprobs, UpstreamCheck(0))[0],)
 
     cost = _dry_run(step, losses)
     return cost if cost.matmuls * step.tokens < 3.5 * step.computed_tokens else None

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_lce.core.jsd_heads import Heads
+from megatron_lce.core.divergence_types import Heads
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import Costs
@@ -65,7 +65,7 @@ class Backend(Protocol):
         self,
         rows: RowInputs,
         softmax: SoftmaxOfRow,
-        upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32, any stride
+        upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE_SCALARS` outputs, [N] fp32, any stride
         options: Options,
     ) -> tuple[Tensor, Tensor]:
         """Return packed `RowTerms`, [6, N], or [7, N] if the mean logit has a gradient, and a mask [N] of rows.

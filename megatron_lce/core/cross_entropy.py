@@ -20,7 +20,7 @@ from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.logit_gradients import grad_logits_inputs
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.matmul import without_autocast
-from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput
+from megatron_lce.core.options import DIFFERENTIABLE_OUTPUTS, LinearCrossEntropyOutput
 from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.rows import RowInputs, SoftmaxOfRow
 from megatron_lce.core.tokens import tokens_in_blocks
@@ -59,7 +59,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, row_index.index, *rows, *softmax, call.candidates, log_p)
             ctx.num_tokens, ctx.call, ctx.plan = row_index.num_tokens, call.without_tensors(), plan
             ctx.cache, ctx.cached = cache, cache is not None
-        others = (output for name, output in outputs._asdict().items() if name not in WITH_GRADIENT)
+        others = (output for name, output in outputs._asdict().items() if name not in DIFFERENTIABLE_OUTPUTS)
         ctx.mark_non_differentiable(*(output for output in others if output is not None))
         return tuple(outputs)
 

@@ -15,7 +15,7 @@ from megatron_lce.core.tokens import Tokens
 def unscaled_gradients(tokens: Tokens, call: Call, plan: Plan) -> HeadGradients:
     """Return empty gradients, which backward will scale by the upstream gradient of the loss."""
     needs = call.hidden.requires_grad, call.weight.requires_grad
-    return HeadGradients(tokens, call, plan, needs, keep_fp32_sum=scales_a_sum(call) or tokens.num_blocks > 1)
+    return HeadGradients(tokens, call, plan, needs, keep_fp32_sum=keeps_fp32_weight_sum(call) or tokens.num_blocks > 1)
 
 
 def unscaled_dtype(call: Call) -> torch.dtype:
@@ -23,14 +23,14 @@ def unscaled_dtype(call: Call) -> torch.dtype:
     return torch.float32 if call.hidden.dtype == torch.float16 else call.hidden.dtype
 
 
-def scales_a_sum(call: Call) -> bool:
+def keeps_fp32_weight_sum(call: Call) -> bool:
     """Return whether even the weight gradient of a single block is kept in fp32 until it is scaled."""
     return call.options.weight_grad_sink is not None or call.weight.dtype == torch.float16
 
 
-def with_gradients(loss: Tensor, gradients: HeadGradients | None, call: Call, name: str) -> Tensor:
+def attach_gradients(loss: Tensor, head_grads: HeadGradients | None, call: Call, name: str) -> Tensor:
     """Attach gradients, if any, to the loss of the operation of this name."""
-    return loss if gradients is None else _KnownLoss.apply(call.hidden, call.weight, loss, gradients, call, name)
+    return loss if head_grads is None else _KnownLoss.apply(call.hidden, call.weight, loss, head_grads, call, name)
 
 
 class _KnownLoss(torch.autograd.Function):
@@ -38,9 +38,9 @@ class _KnownLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, gradients: HeadGradients, call: Call, name: str
+        ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, head_grads: HeadGradients, call: Call, name: str
     ) -> Tensor:
-        ctx.save_for_backward(weight, *gradients.results())  # `results` waits for the reductions
+        ctx.save_for_backward(weight, *head_grads.results())  # `results` waits for the reductions
         ctx.sink, ctx.name, ctx.scale_rows, ctx.scaled = (
             call.options.weight_grad_sink,
             name,
@@ -56,31 +56,31 @@ class _KnownLoss(torch.autograd.Function):
         if ctx.scaled:
             raise RuntimeError(f"a second backward through {ctx.name} is not possible: the first scaled its gradients")
         factor, ctx.scaled = grad_loss.float(), True
-        weight, grad_hidden, weight_sum = ctx.saved_tensors
+        weight, grad_hidden, weight_acc = ctx.saved_tensors
         if (unscaled := grad_hidden) is not None:
             if unscaled.dtype != ctx.hidden_dtype:
                 grad_hidden = torch.empty_like(unscaled, dtype=ctx.hidden_dtype)
             ctx.scale_rows(unscaled, factor, grad_hidden, accumulate=False)
         grad_weight = None
-        if weight_sum is not None and ctx.sink is not None:
-            ctx.scale_rows(weight_sum, factor, ctx.sink.buffer()[: weight_sum.shape[0]], accumulate=True)
+        if weight_acc is not None and ctx.sink is not None:
+            ctx.scale_rows(weight_acc, factor, ctx.sink.buffer()[: weight_acc.shape[0]], accumulate=True)
             grad_weight = ctx.sink.finish()
-        elif weight_sum is not None:
-            num_columns, in_place = weight_sum.shape[0], weight_sum.dtype == weight.dtype
-            grad_weight = weight_sum if in_place and num_columns == weight.shape[0] else torch.empty_like(weight)
-            ctx.scale_rows(weight_sum, factor, grad_weight[:num_columns], accumulate=False)
+        elif weight_acc is not None:
+            num_columns, in_place = weight_acc.shape[0], weight_acc.dtype == weight.dtype
+            grad_weight = weight_acc if in_place and num_columns == weight.shape[0] else torch.empty_like(weight)
+            ctx.scale_rows(weight_acc, factor, grad_weight[:num_columns], accumulate=False)
             grad_weight[num_columns:].zero_()
         return grad_hidden, grad_weight, None, None, None, None
 
 
-class Promise:
-    """Number of backward passes in which the host still checks the promise. Each check waits for the device."""
+class UpstreamCheck:
+    """Number of backward passes in which the host still compares the tokens' upstream gradients, and so waits."""
 
-    def __init__(self, looks: int = 1) -> None:
-        self.looks = looks
+    def __init__(self, checks_left: int = 1) -> None:
+        self.checks_left = checks_left
 
 
-class LossesOfSum(torch.autograd.Function):
+class KnownTokenLosses(torch.autograd.Function):
     """The per-token losses of a sum.
 
     Backward forwards the one upstream gradient that all tokens share; 0 if all are masked. If upstream
@@ -88,8 +88,10 @@ class LossesOfSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, losses: Tensor, unmasked: Tensor, promise: Promise) -> Tensor:
-        ctx.unmasked, ctx.promise = unmasked, promise
+    def forward(
+        ctx: Any, loss_sum: Tensor, losses: Tensor, valid_mask: Tensor, upstream_check: UpstreamCheck
+    ) -> Tensor:
+        ctx.valid_mask, ctx.upstream_check = valid_mask, upstream_check
         return losses.clone()
 
     @staticmethod
@@ -97,18 +99,18 @@ class LossesOfSum(torch.autograd.Function):
         check_backward("linear_token_losses", upstream)
         if upstream.numel() == 0:
             return upstream.new_zeros((), dtype=torch.float32), None, None, None
-        upstream, unmasked = upstream.reshape(-1).float(), ctx.unmasked
-        largest = upstream.masked_fill(~unmasked, -torch.inf).amax()
-        smallest = upstream.masked_fill(~unmasked, torch.inf).amin()
-        if ctx.promise.looks and not collectives.is_cuda_graph_capturing():
-            low, high = float(smallest), float(largest)
+        upstream, valid_mask = upstream.reshape(-1).float(), ctx.valid_mask
+        max_upstream = upstream.masked_fill(~valid_mask, -torch.inf).amax()
+        min_upstream = upstream.masked_fill(~valid_mask, torch.inf).amin()
+        if ctx.upstream_check.checks_left and not collectives.is_cuda_graph_capturing():
+            low, high = float(min_upstream), float(max_upstream)
             if low <= high:  # else every token is masked
-                ctx.promise.looks -= 1
+                ctx.upstream_check.checks_left -= 1
             if low < high:
                 raise RuntimeError(
                     f"known_loss needs one upstream gradient for all counted tokens, got {low:g} to {high:g}: the loss "
                     "weights its tokens (a loss_mask that is not 0 or 1, a weight or a mean for each sequence). Pass a "
                     "0/1 loss_mask, or enable with known_loss=False"
                 )
-        one = largest.masked_fill(largest != smallest, torch.nan).masked_fill(~unmasked.any(), 0.0)
-        return one, None, None, None
+        grad = max_upstream.masked_fill(max_upstream != min_upstream, torch.nan).masked_fill(~valid_mask.any(), 0.0)
+        return grad, None, None, None

@@ -12,7 +12,7 @@ from megatron_lce.core.candidates import CandidateGradients, candidate_gradients
 from megatron_lce.core.collectives import Pending
 from megatron_lce.core.head_gradients import CachedGradLogits
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.options import DIFFERENTIABLE
+from megatron_lce.core.options import DIFFERENTIABLE_SCALARS
 from megatron_lce.core.rows import RowInputs, RowTerms, SoftmaxOfRow
 from megatron_lce.core.tokens import TokenBlock
 
@@ -123,7 +123,7 @@ def grad_logits_inputs(
         candidate_upstream = grad.float().masked_fill(ids < 0, 0.0)
         lse_upstream = 0.0 if upstream["lse"] is None else upstream["lse"].float()
         upstream = {**upstream, "lse": lse_upstream - candidate_upstream.sum(dim=1)}
-    differentiable = [upstream[name] for name in DIFFERENTIABLE]
+    differentiable = [upstream[name] for name in DIFFERENTIABLE_SCALARS]
     terms, has_grad = call.backend.row_terms(rows, softmax, differentiable, call.options)
     inputs = GradLogitsInputs(call, rows, terms, entropy=upstream["entropy"] is not None)
     if candidate_upstream is None or ids is None or log_p is None:

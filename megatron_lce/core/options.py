@@ -39,8 +39,8 @@ class LinearCrossEntropyOutput(NamedTuple):
     candidate_logprobs: Tensor | Any = None
 
 
-DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit")  # outputs of one number a token
-WITH_GRADIENT = (*DIFFERENTIABLE, "candidate_logprobs")
+DIFFERENTIABLE_SCALARS = ("logprobs", "entropy", "lse", "mean_logit")  # outputs of one number a token
+DIFFERENTIABLE_OUTPUTS = (*DIFFERENTIABLE_SCALARS, "candidate_logprobs")
 
 
 class WeightGradSink(Protocol):

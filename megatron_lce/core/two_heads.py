@@ -24,8 +24,7 @@ from torch import Tensor
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.call_plan import Plan, plan_divergence
-from megatron_lce.core.head_gradients import CachedGradLogits, HeadGradients
-from megatron_lce.core.jsd_heads import (
+from megatron_lce.core.divergence_types import (
     DIVERGENCE_ROWS,
     LABEL_ROWS,
     SOFTMAX_ROWS,
@@ -40,7 +39,8 @@ from megatron_lce.core.jsd_heads import (
     merged_softmaxes,
     student_outputs,
 )
-from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
+from megatron_lce.core.head_gradients import CachedGradLogits, HeadGradients
+from megatron_lce.core.known_loss import keeps_fp32_weight_sum, unscaled_dtype, unscaled_gradients
 from megatron_lce.core.matmul import copies_to_fp32, matmul, with_zeros_behind, without_autocast
 from megatron_lce.core.plan import COLUMN_STEP, cut, cut_columns, size_of_two_heads, slab_row_stride
 from megatron_lce.core.row_index import RowIndex
@@ -74,7 +74,7 @@ def divergence_forward(
     heads: TwoHeads,
     loss: TokenLossFunction | None = None,
     per_token: Sequence[Tensor] = (),  # [N, ...] each
-    with_gradient: bool = False,  # of the sum of the losses
+    needs_grad: bool = False,  # of the sum of the losses
 ) -> Divergences:
     """Run all of forward, block by block: statistics and, with a caller's loss, its sum and the gradients.
 
@@ -86,7 +86,7 @@ def divergence_forward(
     if heads.teacher_temperature is not None:
         teacher_scale = prepare(call.labels, heads.teacher_temperature, options, call.shard).scale
     row_index = RowIndex.from_labels(call.labels, options)
-    plan = _plan(heads.student, heads.teacher, call, row_index.count, call.weight.requires_grad, known=with_gradient)
+    plan = _plan(heads.student, heads.teacher, call, row_index.count, call.weight.requires_grad, known=needs_grad)
     tokens, teacher_tokens = (
         tokens_in_blocks(head.hidden, row_index, plan.block_tokens, options, unscaled_dtype(call)) for head in heads[:2]
     )
@@ -101,10 +101,10 @@ def divergence_forward(
             selected,
             lambda: _outputs(heads, all_stats[:, no_rows], all_rows.select(no_rows))[0],
             all_stats.device,
-            with_gradient,
+            needs_grad,
             heads.kinds,
         )
-    head_grads, grad_buffer = unscaled_gradients(tokens, call, plan) if with_gradient else None, None
+    head_grads, grad_buffer = unscaled_gradients(tokens, call, plan) if needs_grad else None, None
     if plan.cached_columns > 0:
         shape = min(plan.block_tokens, row_index.count), slab_row_stride(plan.cached_columns)
         grad_buffer = with_zeros_behind(call.hidden.new_empty(shape), plan.cached_columns)
@@ -129,9 +129,9 @@ def divergence_forward(
             head_grads.add_block(block, grad_logits)
     per_row = row_index.index, all_rows.scale, teacher_scale
     if losses is not None:
-        outputs, metrics = losses.of_every_token(row_index)
-        total = row_index.nan_if_wrong(losses.total)
-        return Divergences(outputs, TokenLossResults(total, head_grads, outputs, metrics, losses.sample), per_row)
+        outputs, metrics = losses.all_tokens(row_index)
+        loss_sum = row_index.nan_if_wrong(losses.loss_sum)
+        return Divergences(outputs, TokenLossResults(loss_sum, head_grads, outputs, metrics, losses.sample), per_row)
     outputs, to_nats = _outputs(heads, all_stats, all_rows)
     return Divergences(row_index.scatter_outputs(outputs), None, (*per_row, to_nats, all_stats))
 
@@ -154,12 +154,12 @@ def _terms_of_losses(
     """Call the loss for some tokens of a block, which starts at this row; return their `GradTerms`."""
     rows = block_rows.select(token_slice)
     outputs, to_nats = _outputs(heads, stats, rows)
-    place = slice(start + token_slice.start, start + token_slice.stop)
-    upstream = _given(losses.add(outputs, rows.ignored, place))
+    row_slice = slice(start + token_slice.start, start + token_slice.stop)
+    upstream = _without_none(losses.add(outputs, rows.ignored, row_slice))
     return gradient_terms(upstream, stats, to_nats, rows.scale, heads.student, heads.beta)
 
 
-def _given(upstream: dict[Any, Tensor | None]) -> dict[Kind, Tensor]:
+def _without_none(upstream: dict[Any, Tensor | None]) -> dict[Kind, Tensor]:
     return {kind: gradient for kind, gradient in upstream.items() if gradient is not None}
 
 
@@ -187,14 +187,14 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         check_backward("linear_divergence", *grads)
-        given = _given(dict(zip(ctx.kinds, grads, strict=True)))
+        grad_outputs = _without_none(dict(zip(ctx.kinds, grads, strict=True)))
         hidden, weight, *saved, index, scale, teacher_scale, to_nats, stats = ctx.saved_tensors
         teacher_tensors = [one if other is None else other for one, other in zip(saved, ctx.inference, strict=True)]
         student, teacher = Head(hidden, weight, *ctx.softcaps[0]), Head(*teacher_tensors, *ctx.softcaps[1])
         call = ctx.call.with_tensors(hidden, weight)
         with without_autocast(call.hidden.device, "linear_divergence backward"):
-            row_index = RowIndex(next(iter(given.values())).shape[0], index)
-            upstream = {kind: row_index.select(gradient.float()) for kind, gradient in given.items()}
+            row_index = RowIndex(next(iter(grad_outputs.values())).shape[0], index)
+            upstream = {kind: row_index.select(gradient.float()) for kind, gradient in grad_outputs.items()}
             terms = gradient_terms(upstream, stats, to_nats, scale, student, ctx.beta)
             if call.options.skip_ignored is True:
                 # The gradient of a broken row is NaN whatever the upstream gradient.
@@ -297,16 +297,16 @@ def _plan(
     """
     copied_row = max(4 * head.hidden.shape[1] * copies_to_fp32(head.hidden) for head in (student, teacher))
     size = size_of_two_heads(call.size, call.backend.divergence_scratch_bytes(call.shard.largest) + copied_row)
-    given, copied = call.options.workspace_bytes, COLUMN_STEP * copied_row
-    smallest = copied + size.smallest_workspace(needs_grad=True, needs_weight=True)
-    if given < smallest:
-        raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {given}")
+    workspace_bytes, copied_bytes = call.options.workspace_bytes, COLUMN_STEP * copied_row
+    min_bytes = copied_bytes + size.smallest_workspace(needs_grad=True, needs_weight=True)
+    if workspace_bytes < min_bytes:
+        raise ValueError(f"workspace_bytes must be at least {min_bytes} for these heads, got {workspace_bytes}")
     return plan_divergence(
         size,
         num_tokens,
         call.shard.columns,
-        given - copied,
+        workspace_bytes - copied_bytes,
         known=known,
         needs_weight=needs_weight,
-        keeps_fp32_sum=known and scales_a_sum(call),
+        keeps_fp32_sum=known and keeps_fp32_weight_sum(call),
     )

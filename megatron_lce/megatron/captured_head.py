@@ -19,7 +19,7 @@ from megatron_lce.api.linear_topk import TopK, linear_topk
 from megatron_lce.api.support_logprobs import support_logprobs
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.checks import validation
-from megatron_lce.core.jsd_heads import Kind, LinearDivergenceOutput
+from megatron_lce.core.divergence_types import Kind, LinearDivergenceOutput
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall, StoredHead, batch_first, csr_sequence_first
 

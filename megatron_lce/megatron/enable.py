@@ -46,7 +46,7 @@ class FusedLinearCE:
     def __repr__(self) -> str:
         if self._fused is None or not self.enabled:
             return f"FusedLinearCE(not enabled: {'; '.join(self.reasons)})"
-        known = self._fused.promise is not None
+        known = self._fused.upstream_check is not None
         options = dict(self._fused.options, skip_masked=self._fused.skip_masked, known_loss=known)
         device = next(self._fused.language_model.parameters()).device
         backend = describe_backend(options.pop("backend"), device)

@@ -12,7 +12,7 @@ from megatron_lce.api.linear_token_loss import linear_token_losses
 from megatron_lce.checks.validation import as_int64, check_choice
 from megatron_lce.compat import Reduction, reduced
 from megatron_lce.core.eager import eager
-from megatron_lce.core.known_loss import Promise
+from megatron_lce.core.known_loss import UpstreamCheck
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall, transpose_batch_sequence
 from megatron_lce.megatron.heads import logits_dtype_of
@@ -61,7 +61,7 @@ class UncomputedLogits(Tensor):
         labels: Tensor,
         telemetry: bool = False,
         *,
-        promise: Promise | None = None,
+        upstream_check: UpstreamCheck | None = None,
         reduction: Reduction = "none",
         ignore_index: int = IGNORE_INDEX,
         z_loss: float = 0.0,
@@ -71,8 +71,8 @@ class UncomputedLogits(Tensor):
         """Return the fp32 loss [b, s] of labels [b, s] of any integer dtype, its sum or its mean.
 
         It is the cross-entropy with the terms of `enable_fused_linear_ce`. Rows whose label is negative or
-        `ignore_index` are ignored. With a promise that all other losses share one upstream gradient, gradients are
-        computed here, and backward scales them.
+        `ignore_index` are ignored. With an `upstream_check` all other losses must share one upstream gradient:
+        gradients are computed here, and backward scales them.
         """
 
         def loss(out: LinearCrossEntropyOutput) -> Tensor:
@@ -86,12 +86,12 @@ class UncomputedLogits(Tensor):
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
         with_mean_logit = telemetry or label_smoothing > 0
         options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": with_mean_logit}
-        if promise is None or not torch.is_grad_enabled():
+        if upstream_check is None or not torch.is_grad_enabled():
             out = self.call.run(linear_cross_entropy, labels, **options)
             losses = loss(out)
         else:
             del options["logits_cache_bytes"]
-            losses, out = self.call.run(linear_token_losses, labels, promise, loss, **options)
+            losses, out = self.call.run(linear_token_losses, labels, upstream_check, loss, **options)
         if telemetry and out.max_logit is not None and out.argmax is not None:
             self.max_and_argmax = transpose_batch_sequence(out.max_logit), transpose_batch_sequence(out.argmax)
         return reduced(losses, reduction, labels != IGNORE_INDEX)

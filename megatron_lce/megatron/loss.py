@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_lce.core.collectives import is_cuda_graph_capturing
 from megatron_lce.core.eager import eager
-from megatron_lce.core.known_loss import Promise
+from megatron_lce.core.known_loss import UpstreamCheck
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.head_call import HeadCall, tensor_version
 from megatron_lce.megatron.heads import freed_reasons, is_freed, weight_reasons
@@ -33,7 +33,7 @@ class FusedLoss(ReplacedHead):
     def __init__(self, language_model: LanguageModule, options: dict[str, Any], skip_masked: bool, known_loss: bool):
         super().__init__(language_model)
         self.options, self.skip_masked = options, skip_masked
-        self.promise = Promise(looks=1 + self.mtp_layers) if known_loss else None
+        self.upstream_check = UpstreamCheck(checks_left=1 + self.mtp_layers) if known_loss else None
         self._mtp_mask: Tensor | None = None  # [b, s], 0 at tokens that the last MTP loss left out
         self._packed: dict[str, Any] = {}  # Megatron's parameters of packed sequences
         self._warned: set[str] = set()
@@ -144,7 +144,7 @@ class FusedLoss(ReplacedHead):
             mask: Any = [self._mtp_mask] if takes_lists else self._mtp_mask
             self._mtp_mask = roll_tensor(mask, shifts=-1, dims=-1, cp_group=context, **packed)[0]
             labels = labels.masked_fill(self._mtp_mask == 0, IGNORE_INDEX)
-        return logits.compute_loss(labels, promise=self.promise, **arguments, **self.options_now())
+        return logits.compute_loss(labels, upstream_check=self.upstream_check, **arguments, **self.options_now())
 
     def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
         """Note whether the model wants logits, and return labels [b, s] in which masked tokens are ignored.
@@ -159,13 +159,13 @@ class FusedLoss(ReplacedHead):
 
     def _masked_labels(self, given: dict[str, Any]) -> Tensor | None:
         labels, loss_mask = given.get("labels"), given.get("loss_mask")
-        if labels is None or not (self.skip_masked or self.promise):
+        if labels is None or not (self.skip_masked or self.upstream_check):
             return labels
         if loss_mask is not None and loss_mask.shape != labels.shape:
             shapes = f"{tuple(labels.shape)}, got {tuple(loss_mask.shape)}"
             self._refused = ValueError(f"loss_mask must have labels' shape, {shapes}")
             return labels
-        if self.promise and self.mtp_layers:
+        if self.upstream_check and self.mtp_layers:
             self._mtp_mask = torch.ones_like(labels) if loss_mask is None else (loss_mask != 0).long()
             packed = given.get("packed_seq_params")
             self._packed = {} if packed is None else {"packed_seq_params": packed}  # not in megatron-core 0.14

@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from megatron_lce.core.jsd_heads import KINDS, SOFTMAX_ROWS, DivergenceStats, GradTerms, Head, Heads, merged_softmaxes
+from megatron_lce.core.divergence_types import (
+    KINDS,
+    SOFTMAX_ROWS,
+    DivergenceStats,
+    GradTerms,
+    Head,
+    Heads,
+    merged_softmaxes,
+)
 from megatron_lce.core.plan import cut
 from megatron_lce.core.statistics import LN_2
 

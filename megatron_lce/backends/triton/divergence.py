@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.dot_tile import MASKED_LOGIT, fast_log2, tanh
-from megatron_lce.core.jsd_heads import KINDS, DivergenceStats, GradTerms, Heads
+from megatron_lce.core.divergence_types import KINDS, DivergenceStats, GradTerms, Heads
 from megatron_lce.core.plan import ceil_div
 
 _VEC = tl.constexpr(4)  # columns that share a running maximum, as many as a thread loads at once

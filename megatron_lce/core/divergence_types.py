@@ -69,10 +69,12 @@ class Head(NamedTuple):
         factor = self.logits_scale if self.softcap is None else self.softcap
         return self._replace(hidden=hidden, scale=scale if factor == 1.0 else scale * factor)
 
-    def block(self, tokens: slice, columns: slice) -> "Head":
+    def block(self, token_slice: slice, col_slice: slice) -> "Head":
         """Return the head of some tokens and some columns."""
         assert self.scale is not None
-        return self._replace(hidden=self.hidden[tokens], weight=self.weight[columns], scale=self.scale[tokens])
+        return self._replace(
+            hidden=self.hidden[token_slice], weight=self.weight[col_slice], scale=self.scale[token_slice]
+        )
 
 
 class Heads(NamedTuple):
@@ -85,11 +87,11 @@ class Heads(NamedTuple):
     labels: Tensor | None = None  # [N] int32 columns; outside [0, C): not in this shard; None: no student outputs
     terms: Tensor | None = None  # [5, N], packed `GradTerms`; None: no gradient
 
-    def block(self, tokens: slice, columns: slice) -> "Heads":
+    def block(self, token_slice: slice, col_slice: slice) -> "Heads":
         """Return both heads of some tokens and some columns."""
-        student, teacher = (head.block(tokens, columns) for head in (self.student, self.teacher))
-        labels = None if self.labels is None else self.labels[tokens]
-        terms = None if self.terms is None else self.terms[:, tokens]
+        student, teacher = (head.block(token_slice, col_slice) for head in (self.student, self.teacher))
+        labels = None if self.labels is None else self.labels[token_slice]
+        terms = None if self.terms is None else self.terms[:, token_slice]
         return Heads(student, teacher, self.beta, self.kinds, labels, terms)
 
 
@@ -140,32 +142,32 @@ class GradTerms(NamedTuple):
 def merged_softmaxes(softmaxes: Tensor) -> Tensor:
     """Merge the softmax rows [S, 4, N] of S disjoint sets of columns, to [4, N]."""
     max_logits, sums = softmaxes[:, ::2], softmaxes[:, 1::2]
-    largest = max_logits.amax(dim=0)
-    return torch.stack([largest, (max_logits - largest).exp2_().mul_(sums).sum(dim=0)], dim=1).flatten(0, 1)
+    max_logit = max_logits.amax(dim=0)
+    return torch.stack([max_logit, (max_logits - max_logit).exp2_().mul_(sums).sum(dim=0)], dim=1).flatten(0, 1)
 
 
 def divergences_in_nats(
     stats: Tensor, rows: RowInputs, kinds: Iterable[Kind], beta: float
 ) -> tuple[LinearDivergenceOutput, Tensor]:
     """Return the divergences of each token, and to_nats, NaN if one of them is."""
-    values, to_nats, found = DivergenceStats(*stats), rows.to_nats, {}
+    named_stats, to_nats, divergences = DivergenceStats(*stats), rows.to_nats, {}
     # Of two distributions without a common id. Rounding may exceed it. A clamp preserves NaN.
-    most = {"tv": 1.0, "jsd": sum(-w * math.log2(w) for w in (beta, 1 - beta) if w > 0)}
+    max_divergence = {"tv": 1.0, "jsd": sum(-w * math.log2(w) for w in (beta, 1 - beta) if w > 0)}
     for kind in kinds:
-        computed = computed_kind(kind, beta)
-        value = getattr(values, computed)
+        formula = computed_kind(kind, beta)
+        value = getattr(named_stats, formula)
         # NaN in to_nats makes the gradient of a row NaN on every rank, even if all logits on a rank are finite.
         to_nats = torch.where(value.isfinite() | rows.ignored, to_nats, torch.nan)
-        found[kind] = value.clamp(0.0, most.get(computed, math.inf))
-    for kind, value in found.items():
-        found[kind] = torch.where(rows.ignored, 0.0, value * (to_nats * (1 / LN_2) if kind == "tv" else to_nats))
-    return LinearDivergenceOutput(**found), to_nats
+        divergences[kind] = value.clamp(0.0, max_divergence.get(formula, math.inf))
+    for kind, value in divergences.items():
+        divergences[kind] = torch.where(rows.ignored, 0.0, value * (to_nats * (1 / LN_2) if kind == "tv" else to_nats))
+    return LinearDivergenceOutput(**divergences), to_nats
 
 
 def student_outputs(stats: Tensor, rows: RowInputs) -> LinearCrossEntropyOutput:
     """Return the student's logprobs, entropy and lse in nats, [N] each: 0 in ignored rows, NaN in broken ones."""
-    max_logit, total, *_, mean_shifted_logit, label_logit, has_label = stats
-    log_sum, to_nats = total.log2(), torch.where(has_label == 0, torch.nan, rows.to_nats)
+    max_logit, sum_exp, *_, mean_shifted_logit, label_logit, has_label = stats
+    log_sum, to_nats = sum_exp.log2(), torch.where(has_label == 0, torch.nan, rows.to_nats)
     outputs = torch.stack([label_logit - log_sum, log_sum - mean_shifted_logit, max_logit + log_sum])
     return LinearCrossEntropyOutput(*torch.where(rows.ignored, 0.0, outputs * to_nats))
 
@@ -179,14 +181,18 @@ def gradient_terms(
     beta: float,
 ) -> Tensor:
     """Return packed `GradTerms`, [5, N]."""
-    of_logits = to_nats * scale * student.logits_scale  # scale is log2 e / temperature
+    grad_scale = to_nats * scale * student.logits_scale  # scale is log2 e / temperature
     # In the order of `KINDS`; LN_2 where the gradient contains a base-2 logarithm.
     factors = dict(zip(KINDS, (1.0, -LN_2, 0.5, -LN_2 * (1 - beta)), strict=True))
-    values, terms = DivergenceStats(*stats), torch.zeros_like(stats[: len(GradTerms._fields)])
-    rows = GradTerms(*terms)
+    named_stats, terms = DivergenceStats(*stats), torch.zeros_like(stats[: len(GradTerms._fields)])
+    named_terms = GradTerms(*terms)
     for kind, gradient in upstream.items():
-        computed = computed_kind(kind, beta)
-        getattr(rows, computed).add_(gradient * of_logits, alpha=factors[computed])
-    for term, mean in ((rows.reverse_kl, values.reverse_kl), (rows.tv, -values.tv_sign), (rows.jsd, values.student_kl)):
-        rows.p_term.addcmul_(term, mean)
+        formula = computed_kind(kind, beta)
+        getattr(named_terms, formula).add_(gradient * grad_scale, alpha=factors[formula])
+    for term, mean in (
+        (named_terms.reverse_kl, named_stats.reverse_kl),
+        (named_terms.tv, -named_stats.tv_sign),
+        (named_terms.jsd, named_stats.student_kl),
+    ):
+        named_terms.p_term.addcmul_(term, mean)
     return terms.masked_fill_(to_nats == 0, 0.0)
