@@ -10,7 +10,7 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
 from megatron_lce.core.collectives import wait_if_async
 from megatron_lce.core.eager import eager
-from megatron_lce.core.single_ids import LogitsAtFunction, ids_of_offsets, ids_of_rows
+from megatron_lce.core.logits_at import LogitsAtFunction, csr_from_dense, csr_from_offsets
 
 
 @eager
@@ -54,8 +54,8 @@ def linear_logits_at(
         checks.rest(checks.hidden.new_zeros(shape, dtype=torch.int64))
     call = checks.call()
     with torch.no_grad():
-        flat = ids_of_rows(ids.reshape(-1, ids.shape[-1])) if offsets is None else ids_of_offsets(ids, offsets)
-    logits = LogitsAtFunction.apply(call.hidden, call.weight, call, flat, False)
+        csr_ids = csr_from_dense(ids.reshape(-1, ids.shape[-1])) if offsets is None else csr_from_offsets(ids, offsets)
+    logits = LogitsAtFunction.apply(call.hidden, call.weight, call, csr_ids, False)
     if call.labels.numel() == 0:  # all ids lie outside the offsets
         outside = torch.full(ids.shape, torch.nan, dtype=torch.float32, device=ids.device).masked_fill_(ids < 0, 0.0)
         logits = torch.cat([logits, outside.view(-1)])

@@ -13,8 +13,8 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
 from megatron_lce.core.collectives import wait_if_async
 from megatron_lce.core.eager import eager
+from megatron_lce.core.logits_at import LogitsAtFunction, csr_from_offsets
 from megatron_lce.core.row_index import RowIndex
-from megatron_lce.core.single_ids import LogitsAtFunction, ids_of_offsets
 
 
 @eager
@@ -53,9 +53,9 @@ def support_logprobs(
         TypeError, ValueError: see `linear_cross_entropy`.
     """
     labels, ids, offsets = wait_if_async(labels), wait_if_async(ids), wait_if_async(offsets)
-    name, own = "support_logprobs", {"entropy": entropy, "empty_rows": empty_rows}
+    name, compared = "support_logprobs", {"entropy": entropy, "empty_rows": empty_rows}
     call_options = keyword_options(options, HeadGradientOptions, entropy=False, ignore_index=ignore_index)
-    with checked_together(name, hidden, weight, labels, call_options, own=own) as checks:
+    with checked_together(name, hidden, weight, labels, call_options, own=compared) as checks:
         check_keywords(name, options, HeadGradientOptions)
         shape = checks.head()
         validation.check_flag("entropy", entropy)
@@ -66,20 +66,20 @@ def support_logprobs(
         checks.rest()
     call = checks.call()
     with torch.no_grad():
-        kept = ids_of_offsets(ids, offsets).each_once()
-    logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, kept, True).view(labels.shape)
+        csr_ids = csr_from_offsets(ids, offsets).deduplicated()
+    logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, csr_ids, True).view(labels.shape)
     over_vocabulary = functools.partial(linear_cross_entropy, hidden, weight, ignore_index=ignore_index, **options)
     if empty_rows:
-        sizes = torch.segment_reduce((kept.ids >= 0).float(), "sum", offsets=kept.offsets, unsafe=True)
-        empty = (sizes == 0) & (call.labels != ignore_index)
-        if num_empty := RowIndex.from_mask(empty, call.options.tp_group).count:
-            empty = empty.view(labels.shape)
-            of_empty = labels.masked_fill(~empty, ignore_index)
-            dense = over_vocabulary(of_empty, entropy=False, skip_ignored=num_empty)
-            logprobs = torch.where(empty, dense.logprobs, logprobs)
+        sizes = torch.segment_reduce((csr_ids.ids >= 0).float(), "sum", offsets=csr_ids.offsets, unsafe=True)
+        is_empty = (sizes == 0) & (call.labels != ignore_index)
+        if num_empty := RowIndex.from_mask(is_empty, call.options.tp_group).count:
+            is_empty = is_empty.view(labels.shape)
+            empty_labels = labels.masked_fill(~is_empty, ignore_index)
+            dense = over_vocabulary(empty_labels, entropy=False, skip_ignored=num_empty)
+            logprobs = torch.where(is_empty, dense.logprobs, logprobs)
     if not entropy:
         return logprobs
     with torch.no_grad():
-        full = over_vocabulary(labels).entropy
-    assert full is not None
-    return logprobs, full
+        row_entropy = over_vocabulary(labels).entropy
+    assert row_entropy is not None
+    return logprobs, row_entropy

@@ -9,11 +9,11 @@ from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
 from megatron_lce.core.call_plan import Plan
 from megatron_lce.core.candidates import candidate_logprobs
+from megatron_lce.core.logits_at import csr_from_dense, logits_over_group
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.plan import cut
 from megatron_lce.core.rows import RowInputs, SoftmaxOfRow
-from megatron_lce.core.single_ids import ids_of_rows, logits_over_group
 from megatron_lce.core.statistics import merge_extremes, new_empty_stats
 from megatron_lce.core.tokens import TokenBlock
 
@@ -37,7 +37,7 @@ def outputs_over_group(
             slice_cache = None if block_cache is None else block_cache.select(token_slice)
             merged.append(_merged_stats(hidden[token_slice], block_rows.select(token_slice), call, plan, slice_cache))
         if ids is not None and logits is not None:
-            block_ids = ids_of_rows(ids[block.row_slice])
+            block_ids = csr_from_dense(ids[block.row_slice])
             logits[block.row_slice] = logits_over_group(hidden, block_ids, block_rows, call).view(-1, ids.shape[1])
     if not merged:
         empty_stats = new_empty_stats(0, options.entropy, options.telemetry, call.hidden.device)
