@@ -141,7 +141,7 @@ def check_flag(
         if exact is None:
             compare_step(report, f"{name}: {step} step", found, native)
         else:
-            check_errors(f"{name}: {step} step, gradients", found[1], native[1], exact, report)
+            check_errors(f"{name}: {step} step, gradients", found[1], [native[1]], exact, report)
     handle.remove()
 
 
