@@ -1,10 +1,10 @@
 """A rank that is killed or raises: the others end with an error in time, and do nothing that comes behind.
 
-    python torchrun_tests/run_failures.py --device cpu [--ranks 3] [--timeout 60]
+    python torchrun_tests/run_failures.py --device cpu [--ranks 3] [--timeout 20]
 
 No torchrun, which would end the others itself. Without a peer a collective of gloo fails at once. NCCL's watchdog
-notices after the timeout of the process group, and waits for debug dumps before it ends the process: four times
-`TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC`, by default a minute.
+notices after the timeout of the process group, and sleeps before it aborts the process, whether it dumps or not: four
+times `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC`, by default a minute.
 """
 
 import multiprocessing
@@ -92,7 +92,7 @@ def check_way(way: str, processes: list[ForkProcess], end: float, folder: Path) 
 def main() -> None:
     parser = harness.argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="Ranks of each run.")
-    parser.add_argument("--timeout", type=int, default=60, help="Seconds of a collective.")
+    parser.add_argument("--timeout", type=int, default=20, help="Seconds of a collective.")
     arguments = parser.parse_args()
     device = arguments.device or ("cuda" if torch.cuda.device_count() >= arguments.ranks else "cpu")
     with tempfile.TemporaryDirectory() as name:
