@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import megatron_lce
 from megatron_lce.core.logits_cache import new_cache
-from megatron_lce.core.plan import Costs, HeadSize
+from megatron_lce.core.plan import HeadSize, ScratchBytes
 from tests.live_bytes import kept_bytes
 from tests.oracle import Upstream, assert_within, comparisons, oracle, relative_error
 from tests.problems import make_problem
@@ -33,7 +33,15 @@ def test_a_cache_of_that_many_bytes_is_used(logits_cache_bytes, columns, device)
 
 def size_of(columns):
     """A head of 16 as the Triton backend plans it, by its columns."""
-    return HeadSize(16, columns, 2, stats_rows=2, costs=Costs(128, tile_columns=256), sums_weight=True, even=False)
+    return HeadSize(
+        16,
+        columns,
+        2,
+        stats_rows=2,
+        scratch=ScratchBytes(128, tile_columns=256),
+        needs_weight_acc=True,
+        shards_aligned=False,
+    )
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 2**24))

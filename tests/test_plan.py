@@ -11,14 +11,14 @@ from megatron_lce.core.plan import (
     COLUMN_STEP,
     MIN_TOKENS,
     BlockBytes,
-    Costs,
     HeadSize,
+    ScratchBytes,
+    aligned_slices,
     backward_tokens,
-    cut_columns,
-    kept_tokens,
-    plan_blocks,
-    plan_known_weights,
-    products_tokens,
+    cached_block_tokens,
+    divergence_logits_tokens,
+    plan_known_divergence,
+    plan_slabs,
     size_of_two_heads,
     slab_row_stride,
 )
@@ -33,8 +33,8 @@ BLOCK_BYTES = st.builds(BlockBytes, st.integers(1, 16), st.integers(0, 40_000), 
 @given(BUDGET, st.integers(1, 40_000), BLOCK_BYTES)
 def test_as_many_tokens_and_columns_as_fit(room, given, block_bytes):
     for most, of in (
-        (block_bytes.most_tokens(room, given), lambda tokens: block_bytes.of(tokens, given)),
-        (block_bytes.most_columns(room, given), lambda columns: block_bytes.of(given, columns)),
+        (block_bytes.max_tokens(room, given), lambda tokens: block_bytes.total(tokens, given)),
+        (block_bytes.max_columns(room, given), lambda columns: block_bytes.total(given, columns)),
     ):
         assert of(most) <= room < of(most + 1)
 
@@ -43,22 +43,22 @@ def test_as_many_tokens_and_columns_as_fit(room, given, block_bytes):
 @example(131_072, 151_936, 2**29, BlockBytes(2), 4 * 4096)
 @example(1, 1, 2**12, BlockBytes(16, 1, 1), 0)
 def test_a_plan_stays_within_its_budget_and_fits_the_problem(num_tokens, num_columns, budget, block_bytes, extra):
-    plan = partial(plan_blocks, num_tokens, num_columns, block_bytes=block_bytes, per_column_if_tokens_are_cut=extra)
+    plan = partial(plan_slabs, num_tokens, num_columns, block_bytes=block_bytes, split_tokens_per_column=extra)
     budget = max(budget, smallest_workspace(plan))
     blocks = plan(workspace_bytes=budget)
-    assert 1 <= blocks.tokens <= num_tokens
-    assert 1 <= blocks.columns <= num_columns
-    cut_bytes = blocks.columns * extra if blocks.tokens < num_tokens else 0
-    assert block_bytes.of(*blocks) + cut_bytes <= budget
-    assert blocks.columns == num_columns or blocks.columns % COLUMN_STEP == 0
-    assert blocks.tokens == num_tokens or blocks.tokens < MIN_TOKENS or blocks.tokens % MIN_TOKENS == 0
+    assert 1 <= blocks.num_tokens <= num_tokens
+    assert 1 <= blocks.num_columns <= num_columns
+    cut_bytes = blocks.num_columns * extra if blocks.num_tokens < num_tokens else 0
+    assert block_bytes.total(*blocks) + cut_bytes <= budget
+    assert blocks.num_columns == num_columns or blocks.num_columns % COLUMN_STEP == 0
+    assert blocks.num_tokens == num_tokens or blocks.num_tokens < MIN_TOKENS or blocks.num_tokens % MIN_TOKENS == 0
 
 
 @given(TOKENS, COLUMNS, BLOCK_BYTES)
 def test_with_room_for_everything_no_block_cuts_tokens(num_tokens, num_columns, block_bytes):
-    blocks = plan_blocks(num_tokens, num_columns, 512 * block_bytes.of(num_tokens, num_columns), block_bytes)
-    assert blocks.tokens == num_tokens
-    assert blocks.columns == num_columns or blocks.columns >= 16384 / 2
+    blocks = plan_slabs(num_tokens, num_columns, 512 * block_bytes.total(num_tokens, num_columns), block_bytes)
+    assert blocks.num_tokens == num_tokens
+    assert blocks.num_columns == num_columns or blocks.num_columns >= 16384 / 2
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_with_room_for_everything_no_block_cuts_tokens(num_tokens, num_columns, 
     ],
 )
 def test_slabs_are_wide_and_no_wider_than_gains_anything(num_tokens, num_columns, workspace_bytes, expected):
-    assert plan_blocks(num_tokens, num_columns, workspace_bytes, BlockBytes(2)) == (num_tokens, expected)
+    assert plan_slabs(num_tokens, num_columns, workspace_bytes, BlockBytes(2)) == (num_tokens, expected)
 
 
 @given(st.integers(0, 5000), st.integers(1, 5), st.integers(0, 64))
 def test_slabs_cover_everything_once_and_an_odd_end_is_its_own(stop, tiles, start):
-    pieces = list(cut_columns(stop, tiles * COLUMN_STEP, start))
+    pieces = list(aligned_slices(stop, tiles * COLUMN_STEP, start))
     assert [i for piece in pieces for i in range(piece.start, piece.stop)] == list(range(start, stop))
     assert all(0 < piece.stop - piece.start <= tiles * COLUMN_STEP for piece in pieces)
     odd = [piece for piece in pieces if (piece.stop - piece.start) % ALIGNED_COLUMNS]
@@ -89,7 +89,7 @@ def test_slabs_cover_everything_once_and_an_odd_end_is_its_own(stop, tiles, star
 
 def test_long_context_cuts_tokens_and_keeps_both_sides_wide():
     """By what both gradients' sums read and write: 15.3e-5 of 8 N V H bytes at best, 18.7e-5 with 8,192 x 15,360."""
-    tokens, columns = plan_blocks(131_072, 151_936, 2**29, BlockBytes(2), per_column_if_tokens_are_cut=4 * 4096)
+    tokens, columns = plan_slabs(131_072, 151_936, 2**29, BlockBytes(2), split_tokens_per_column=4 * 4096)
     assert 1 / tokens + 1 / columns < 16.2e-5
 
 
@@ -104,16 +104,16 @@ def test_long_context_cuts_tokens_and_keeps_both_sides_wide():
     ],
 )
 def test_long_context_sums_the_smaller_gradient(num_tokens, hidden_size, columns, expected):
-    size = HeadSize(hidden_size, columns, 2, 4, Costs(128, 256), sums_weight=True)
+    size = HeadSize(hidden_size, columns, 2, 4, ScratchBytes(128, 256), needs_weight_acc=True)
     assert backward_tokens(size, num_tokens, 2**29) == expected
 
 
 @given(st.integers(1, 40_000), st.integers(0, 9000), st.integers(0, 9000), st.booleans())
-def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, sum_bytes, single_is_sum):
+def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, sum_bytes, keeps_fp32_sum):
     """A token takes a byte. One block has the room of the sum over blocks, several that of what is made of the sum."""
-    kept = kept_tokens(num_tokens, room, 1, sum_bytes, single_is_sum=single_is_sum)
+    kept = cached_block_tokens(num_tokens, room, 1, sum_bytes, keeps_fp32_sum=keeps_fp32_sum)
     most = room + sum_bytes // 2
-    if num_tokens <= (most if single_is_sum else room + sum_bytes):
+    if num_tokens <= (most if keeps_fp32_sum else room + sum_bytes):
         assert kept == num_tokens
     elif most < MIN_TOKENS:
         assert kept is None
@@ -124,11 +124,11 @@ def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, su
 
 @pytest.mark.parametrize(("most", "expected"), [(1900, 1792), (2500, 2048), (3850, 2048), (5500, 4096), (6800, 6144)])
 def test_kept_tokens_fill_a_gpu(most, expected):
-    assert kept_tokens(16_384, most, 1) == expected
+    assert cached_block_tokens(16_384, most, 1) == expected
 
 
 def two_heads(columns, hidden_size=2048, reading_bytes=0):
-    student = HeadSize(hidden_size, columns, 2, 4, Costs(128, 256), sums_weight=True)
+    student = HeadSize(hidden_size, columns, 2, 4, ScratchBytes(128, 256), needs_weight_acc=True)
     return size_of_two_heads(student, reading_bytes)
 
 
@@ -138,19 +138,19 @@ def two_heads(columns, hidden_size=2048, reading_bytes=0):
 )
 def test_blocks_of_products_are_as_long_as_gains(mib, columns, per_token, known):
     """512 tokens, or of a narrow shard more; known weights collect gradients in what is left."""
-    assert products_tokens(two_heads(columns), 8192, mib * 2**20) == per_token
-    assert plan_known_weights(two_heads(columns), 8192, mib * 2**20) == known
+    assert divergence_logits_tokens(two_heads(columns), 8192, mib * 2**20) == per_token
+    assert plan_known_divergence(two_heads(columns), 8192, mib * 2**20) == known
 
 
 @given(TOKENS, st.integers(1, 200_000), st.integers(8, 8192), BUDGET, st.integers(0, 30_000), st.booleans())
-def test_collected_gradients_and_their_products_fit(num_tokens, columns, hidden_size, budget, reading, single_is_sum):
+def test_collected_gradients_and_their_products_fit(num_tokens, columns, hidden_size, budget, reading, keeps_fp32_sum):
     """In the workspace and the room of what is made of the weight's sum: of a single block, the sum's own."""
     size = two_heads(columns, hidden_size, reading)
-    plan = plan_known_weights(size, num_tokens, budget, single_is_sum=single_is_sum)
+    plan = plan_known_divergence(size, num_tokens, budget, keeps_fp32_sum=keeps_fp32_sum)
     if plan is None:
         return
     tokens, of_products = plan
-    taken = tokens * 2 * slab_row_stride(columns) + of_products * size.stats.per_token
-    single = tokens == num_tokens and not single_is_sum
-    assert taken <= budget + size.weight_sum // (1 if single else 2)
+    taken = tokens * 2 * slab_row_stride(columns) + of_products * size.stats_bytes.per_token
+    single = tokens == num_tokens and not keeps_fp32_sum
+    assert taken <= budget + size.weight_acc_bytes // (1 if single else 2)
     assert 1 <= of_products <= tokens <= num_tokens

@@ -19,7 +19,7 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.eager import eager
 from megatron_lce.core.group_statistics import merged_over_group
 from megatron_lce.core.matmul import copies_to_fp32, matmul, without_autocast
-from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
+from megatron_lce.core.plan import MIN_TOKENS, round_up, slices
 from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.rows import softcap_scale
 from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT
@@ -84,7 +84,7 @@ def linear_topk(
 
 
 def _topk(call: Call, k: int) -> TopK:
-    num_tokens, stride = call.labels.shape[0], round_up(call.size.columns, CHUNK_COLUMNS)
+    num_tokens, stride = call.labels.shape[0], round_up(call.size.max_columns, CHUNK_COLUMNS)
     block_tokens, product_columns = _plan(call, k)
     tokens = tokens_in_blocks(call.hidden, RowIndex(num_tokens), block_tokens, call.options)
     rows = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard)
@@ -96,7 +96,7 @@ def _topk(call: Call, k: int) -> TopK:
     for block in tokens.blocks():
         hidden = block.hidden.wait()
         products = buffer[: hidden.shape[0] * stride].view(-1, stride)
-        _fill(products[:, : call.shard.columns], hidden, call, product_columns)
+        _fill(products[:, : call.shard.num_columns], hidden, call, product_columns)
         of_chunks, largest, places = _select(products, rows.scale[block.row_slice], call, k)
         logits[block.row_slice, : largest.shape[1]] = largest
         columns[block.row_slice, : places.shape[1]] = places
@@ -107,7 +107,7 @@ def _topk(call: Call, k: int) -> TopK:
     log_sum.masked_fill_(log_sum.isneginf(), torch.nan)  # every logit is -inf
     lse, mass = (max_logit + log_sum) * rows.to_nats, torch.empty_like(log_sum)
     of_token = 64 * k * collectives.group_size(call.options.tp_group)
-    for part in cut(num_tokens, max(1, call.options.workspace_bytes // of_token)):
+    for part in slices(num_tokens, max(1, call.options.workspace_bytes // of_token)):
         keys = _largest_keys(logits[part], columns[part], call)
         none, bits = keys == _NOTHING, _ordered_bits((keys >> 32).int())
         log_p = bits.view(torch.float32).masked_fill_(none, -torch.inf)
@@ -120,7 +120,7 @@ def _topk(call: Call, k: int) -> TopK:
 
 def _plan(call: Call, k: int) -> tuple[int, int]:
     """Return the tokens of a block, and the columns of one product, whose weight may need an fp32 copy."""
-    options, stride, num_tokens = call.options, round_up(call.size.columns, CHUNK_COLUMNS), call.labels.shape[0]
+    options, stride, num_tokens = call.options, round_up(call.size.max_columns, CHUNK_COLUMNS), call.labels.shape[0]
     row, copies = 4 * call.hidden.shape[1], copies_to_fp32(call.hidden) or call.hidden.dtype != call.weight.dtype
     of_column = row if copies_to_fp32(call.weight) else 0
     all_chunks = stride // CHUNK_COLUMNS
@@ -144,8 +144,8 @@ def _fill(products: Tensor, hidden: Tensor, call: Call, product_columns: int) ->
     dtype, cap = call.options.logits_dtype, softcap_scale(call.options)
     # fp32 inputs are multiplied 256 of H at a time, because one running sum over a long H loses digits.
     step = 256 if hidden.dtype == torch.float32 else hidden.shape[1]
-    for columns in cut(products.shape[1], product_columns):
-        for inner in cut(hidden.shape[1], step):
+    for columns in slices(products.shape[1], product_columns):
+        for inner in slices(hidden.shape[1], step):
             weight = call.weight[columns, inner]
             matmul(hidden[:, inner], weight.T, products[:, columns], accumulate=inner.start > 0)
     if dtype is not None:
@@ -159,7 +159,7 @@ def _select(products: Tensor, scale: Tensor, call: Call, k: int) -> tuple[Tensor
 
     products [n, C] hold whole chunks, whose last columns may lie past the vocabulary's end.
     """
-    num_tokens, num_columns = products.shape[0], call.shard.columns
+    num_tokens, num_columns = products.shape[0], call.shard.num_columns
     stats = call.backend.chunk_stats_of_logits(products[:, :num_columns], scale)
     chunks = _places_of_largest(stats[:, 0].T, k)
     logits = products.view(num_tokens, -1, CHUNK_COLUMNS).take_along_dim(chunks[:, :, None], 1)
@@ -189,7 +189,7 @@ def _largest_keys(logits: Tensor, columns: Tensor, call: Call) -> Tensor:
     (num_tokens, k), group = logits.shape, call.options.tp_group
     bits = _ordered_bits((logits + 0.0).view(torch.int32))  # -0.0 is 0.0
     keys = bits.long().bitwise_left_shift_(32).add_(_LOW - (columns + call.shard.start))
-    keys.masked_fill_(columns >= call.shard.columns, _NOTHING)
+    keys.masked_fill_(columns >= call.shard.num_columns, _NOTHING)
     if group is not None:
         keys = collectives.all_gather_stack(keys, group).permute(1, 0, 2).reshape(num_tokens, -1)
     return keys.sort(dim=1, descending=True).values[:, :k]

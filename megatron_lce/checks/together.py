@@ -109,7 +109,7 @@ def checked_together(
         known[key] = collectives.all_reduce_max(weight.shape[0], group, weight.device)
     if error is not None:
         raise error
-    checks.shard = checks.shard._replace(largest=known[key] if largest is None else largest)
+    checks.shard = checks.shard._replace(max_columns=known[key] if largest is None else largest)
 
 
 @contextlib.contextmanager

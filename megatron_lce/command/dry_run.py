@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE_SCALARS, LinearCrossEntropyOutput, Options, Shard
-from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, Costs, ceil_div, costs_of_parts, round_up
+from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, ScratchBytes, ceil_div, fp32_scratch_bytes, round_up
 from megatron_lce.core.rows import NUM_TERMS, RowInputs, SoftmaxOfRow
 from megatron_lce.core.statistics import CHUNK_COLUMNS, num_extremes, num_stats, num_sums
 
@@ -125,10 +125,10 @@ class AllocatingBackend:
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
 
-    def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
+    def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> ScratchBytes:
         if weight.dtype == FP32:
-            return costs_of_parts(weight.shape[1], 2, CHUNK_COLUMNS)
-        return Costs(CHUNK_COLUMNS, tile_columns=2 * CHUNK_COLUMNS)
+            return fp32_scratch_bytes(weight.shape[1], 2, CHUNK_COLUMNS)
+        return ScratchBytes(CHUNK_COLUMNS, tile_columns=2 * CHUNK_COLUMNS)
 
     def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> RowInputs:
         return RowInputs(*(torch.empty_like(labels, dtype=dtype) for dtype in (torch.int32, FP32, FP32)))

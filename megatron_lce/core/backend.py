@@ -8,14 +8,14 @@ from torch import Tensor
 from megatron_lce.core.divergence_types import Heads
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
-from megatron_lce.core.plan import Costs
+from megatron_lce.core.plan import ScratchBytes
 from megatron_lce.core.rows import RowInputs, SoftmaxOfRow
 
 
 class Backend(Protocol):
     """The primitives of every operation."""
 
-    def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
+    def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> ScratchBytes:
         """Return the bytes of intermediates that the primitives allocate."""
 
     def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> RowInputs:

@@ -43,13 +43,15 @@ class Call:
         """Sizes for plans, the same on every rank."""
         options, hidden = self.options, self.hidden
         return HeadSize(
-            hidden=hidden.shape[1],
-            columns=self.shard.largest,
+            hidden_size=hidden.shape[1],
+            max_columns=self.shard.max_columns,
             itemsize=self.weight.element_size(),
             stats_rows=num_stats(options.entropy, options.telemetry) + 2 * options.telemetry,
-            costs=self.backend.scratch_bytes(hidden, self.weight, options.telemetry),
-            sums_weight=self.weight.dtype != torch.float32 and options.weight_grad_sink is None,
-            even=not any(columns % ALIGNED_COLUMNS for columns in (self.shard.largest, options.vocab_size or 0)),
+            scratch=self.backend.scratch_bytes(hidden, self.weight, options.telemetry),
+            needs_weight_acc=self.weight.dtype != torch.float32 and options.weight_grad_sink is None,
+            shards_aligned=not any(
+                columns % ALIGNED_COLUMNS for columns in (self.shard.max_columns, options.vocab_size or 0)
+            ),
         )
 
     def without_tensors(self) -> Self:

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from megatron_lce.core.plan import (
     HeadSize,
     backward_tokens,
-    plan_blocks,
+    divergence_logits_tokens,
+    plan_known_divergence,
     plan_known_loss,
-    plan_known_weights,
-    products_tokens,
+    plan_slabs,
     slab_row_stride,
     stats_columns,
     stats_tokens,
@@ -58,7 +58,7 @@ def plan_cross_entropy(
         cached_columns,
         num_columns - cached_columns if needs_grad else 0,
         workspace_bytes,
-        sum_column=size.weight_sum_column if needs_weight else 0,
+        acc_per_column=size.weight_acc_per_column if needs_weight else 0,
     )
 
 
@@ -81,18 +81,18 @@ def plan_token_loss(
         ValueError: as `plan_cross_entropy`.
     """
     size.check_workspace(workspace_bytes, needs_grad=needs_grad, needs_weight=needs_weight)
-    size = size._replace(sums_weight=size.sums_weight and needs_weight)
-    known = None
+    size = size._replace(needs_weight_acc=size.needs_weight_acc and needs_weight)
+    block_plan = None
     if needs_grad:
-        known = plan_known_loss(size, num_tokens, workspace_bytes, single_is_sum=keeps_fp32_sum)
-    block_tokens, workspace_bytes = known or (max(1, num_tokens), workspace_bytes)
+        block_plan = plan_known_loss(size, num_tokens, workspace_bytes, keeps_fp32_sum=keeps_fp32_sum)
+    block_tokens, workspace_bytes = block_plan or (max(1, num_tokens), workspace_bytes)
     return _plan(
         size,
         block_tokens,
-        num_columns if known else 0,
-        num_columns if needs_grad and not known else 0,
+        num_columns if block_plan else 0,
+        num_columns if needs_grad and not block_plan else 0,
         workspace_bytes,
-        sum_column=0 if keeps_fp32_sum else size.weight_sum_column,
+        acc_per_column=0 if keeps_fp32_sum else size.weight_acc_per_column,
     )
 
 
@@ -103,7 +103,7 @@ def plan_divergence(
     num_columns: int,
     workspace_bytes: int,
     *,
-    known: bool,  # gradients are computed in forward
+    known_loss: bool,  # gradients are computed in forward
     needs_weight: bool = True,
     keeps_fp32_sum: bool = False,
 ) -> Plan:
@@ -111,14 +111,17 @@ def plan_divergence(
 
     If gradients are known, a block is as long as all its gradients can be kept, or all tokens if none fit.
     """
-    size = size._replace(sums_weight=size.sums_weight and needs_weight)
-    blocks = None
-    if known:
-        blocks = plan_known_weights(size, num_tokens, workspace_bytes, single_is_sum=keeps_fp32_sum)
-    cached_columns = num_columns if blocks else 0
-    block_tokens, logits_tokens = blocks or (max(1, num_tokens), products_tokens(size, num_tokens, workspace_bytes))
-    sum_column = 0 if keeps_fp32_sum else size.weight_sum_column
-    plan = _plan(size, block_tokens, cached_columns, num_columns - cached_columns, workspace_bytes, sum_column)
+    size = size._replace(needs_weight_acc=size.needs_weight_acc and needs_weight)
+    block_plan = None
+    if known_loss:
+        block_plan = plan_known_divergence(size, num_tokens, workspace_bytes, keeps_fp32_sum=keeps_fp32_sum)
+    cached_columns = num_columns if block_plan else 0
+    block_tokens, logits_tokens = block_plan or (
+        max(1, num_tokens),
+        divergence_logits_tokens(size, num_tokens, workspace_bytes),
+    )
+    acc_per_column = 0 if keeps_fp32_sum else size.weight_acc_per_column
+    plan = _plan(size, block_tokens, cached_columns, num_columns - cached_columns, workspace_bytes, acc_per_column)
     return plan._replace(stats_tokens=logits_tokens)
 
 
@@ -128,21 +131,21 @@ def _plan(
     cached_columns: int,
     other_columns: int,  # of which the gradient is recomputed in slabs
     workspace_bytes: int,
-    sum_column: int,  # bytes per column of a partial fp32 sum of the weight gradient, if slabs cut tokens
+    acc_per_column: int,  # bytes per column of a partial fp32 sum of the weight gradient, if slabs cut tokens
 ) -> Plan:
     slab_tokens = slab_columns = 0
     if other_columns > 0:
         stride = slab_row_stride(other_columns)
-        slab_tokens, slab_columns = plan_blocks(
-            block_tokens, stride, workspace_bytes, size.slab, per_column_if_tokens_are_cut=sum_column
+        slab_tokens, slab_columns = plan_slabs(
+            block_tokens, stride, workspace_bytes, size.slab_bytes, split_tokens_per_column=acc_per_column
         )
-    num_stats = stats_tokens(size, block_tokens, workspace_bytes)
+    tokens_of_stats = stats_tokens(size, block_tokens, workspace_bytes)
     return Plan(
         block_tokens=block_tokens,
-        stats_tokens=num_stats,
-        stats_columns=stats_columns(size, num_stats, workspace_bytes),
+        stats_tokens=tokens_of_stats,
+        stats_columns=stats_columns(size, tokens_of_stats, workspace_bytes),
         cached_columns=cached_columns,
         slab_tokens=slab_tokens,
         slab_columns=slab_columns,
-        scales_hidden=block_tokens * size.hidden * size.itemsize <= workspace_bytes,
+        scales_hidden=block_tokens * size.hidden_size * size.itemsize <= workspace_bytes,
     )

@@ -57,7 +57,7 @@ def candidate_gradients(
 ) -> CandidateGradients:
     """Return the complete gradient of the candidates' products, from all outputs."""
     columns = ids - call.shard.start
-    columns.masked_fill_((columns < 0) | (columns >= call.shard.columns) | rows.ignored[:, None], -1)
+    columns.masked_fill_((columns < 0) | (columns >= call.shard.num_columns) | rows.ignored[:, None], -1)
     terms = RowTerms(*packed_terms[:, :, None])
     grad = log_p.exp2() * (terms.p_term - terms.entropy_term * log_p.clamp(min=LOWEST_LOG_P))
     grad += torch.where(columns == rows.labels[:, None], terms.label_term, 0.0)

@@ -118,7 +118,7 @@ def _plan(call: Call, num_tokens: int, needs: Sequence[bool], logits_cache_bytes
     return plan_cross_entropy(
         call.size,
         num_tokens,
-        call.shard.columns,
+        call.shard.num_columns,
         call.options.workspace_bytes,
         logits_cache_bytes=logits_cache_bytes,
         needs_grad=needs_hidden or needs_weight,

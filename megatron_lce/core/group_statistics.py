@@ -12,7 +12,7 @@ from megatron_lce.core.candidates import candidate_logprobs
 from megatron_lce.core.logits_at import csr_from_dense, logits_over_group
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, new_outputs
-from megatron_lce.core.plan import cut
+from megatron_lce.core.plan import slices
 from megatron_lce.core.rows import RowInputs, SoftmaxOfRow
 from megatron_lce.core.statistics import merge_extremes, new_empty_stats
 from megatron_lce.core.tokens import TokenBlock
@@ -33,7 +33,7 @@ def outputs_over_group(
     for block in blocks:
         hidden, block_rows = block.hidden.wait(), rows.select(block.row_slice)
         block_cache = None if cache is None else cache.select(block.row_slice)
-        for token_slice in cut(hidden.shape[0], plan.stats_tokens):
+        for token_slice in slices(hidden.shape[0], plan.stats_tokens):
             slice_cache = None if block_cache is None else block_cache.select(token_slice)
             merged.append(_merged_stats(hidden[token_slice], block_rows.select(token_slice), call, plan, slice_cache))
         if ids is not None and logits is not None:
@@ -54,7 +54,7 @@ def _merged_stats(
     hidden: Tensor, rows: RowInputs, call: Call, plan: Plan, cache: LogitsCache | None
 ) -> tuple[Tensor, Tensor]:
     """Return extremes and sums of the vocabulary; the statistics of chunks are freed."""
-    weight, start = call.weight[: call.shard.columns], call.shard.start
+    weight, start = call.weight[: call.shard.num_columns], call.shard.start
     stats = call.backend.softmax_stats(
         hidden, weight, rows, call.options, vocab_start=start, cache=cache, max_copied_columns=plan.stats_columns
     )
@@ -67,12 +67,12 @@ def merged_over_group(stats: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     The backend's `merge_chunks` returns integer sums, whose bits do not depend on the order (`core.statistics`).
     """
     group, entropy, telemetry = call.options.tp_group, call.options.entropy, call.options.telemetry
-    if call.shard.columns == 0:
+    if call.shard.num_columns == 0:
         stats = new_empty_stats(stats.shape[2], entropy, telemetry, stats.device)
     all_extremes = stats
     if group is not None:
         all_extremes = collectives.all_gather_stack(merge_extremes(stats, telemetry), group)
-    extremes, sums = call.backend.merge_chunks(stats, all_extremes, call.shard.columns, entropy, telemetry)
+    extremes, sums = call.backend.merge_chunks(stats, all_extremes, call.shard.num_columns, entropy, telemetry)
     if group is not None:
         collectives.all_reduce_sum(sums, group)
     return extremes, sums

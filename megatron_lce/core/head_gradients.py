@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_lce.core.call import Call
 from megatron_lce.core.call_plan import Plan
 from megatron_lce.core.matmul import with_zeros_behind
-from megatron_lce.core.plan import cut, cut_columns, slab_row_stride
+from megatron_lce.core.plan import aligned_slices, slab_row_stride, slices
 from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
@@ -45,11 +45,11 @@ class HeadGradients:
 
     def add_block(self, block: TokenBlock, grad_logits: GradLogits) -> None:
         """Add the gradients of a block's logits: cached columns first, then slabs, columns outside, tokens inside."""
-        num_tokens, num_columns = block.num_tokens, self._call.shard.columns
+        num_tokens, num_columns = block.num_tokens, self._call.shard.num_columns
         self._open_block = block if self._needs_hidden else None
         cached_columns = self._add_cached(block, grad_logits)
-        for col_slice in cut_columns(num_columns, max(self._plan.slab_columns, 1), start=cached_columns):
-            for token_slice in cut(num_tokens, self._plan.slab_tokens):
+        for col_slice in aligned_slices(num_columns, max(self._plan.slab_columns, 1), start=cached_columns):
+            for token_slice in slices(num_tokens, self._plan.slab_tokens):
                 grad = self._slab(token_slice, col_slice)
                 grad_logits.write(grad, token_slice, col_slice)
                 self._add_slab(block, grad, token_slice, col_slice)
@@ -69,7 +69,7 @@ class HeadGradients:
             return 0
         grad, factor, _ = grad_logits.cached
         grad_logits.cached = None
-        for col_slice in cut_columns(grad.shape[1], max(grad.shape[1], 1)):
+        for col_slice in aligned_slices(grad.shape[1], max(grad.shape[1], 1)):
             self._add_slab(block, grad[:, col_slice], slice(0, grad.shape[0]), col_slice, factor)
         return grad.shape[1]
 
@@ -80,7 +80,7 @@ class HeadGradients:
         if self._needs_hidden:
             self._add_hidden(block, grad, token_slice, col_slice, factor)
             is_last = token_slice.stop == block.num_tokens
-            if is_last and col_slice.stop == self._call.shard.columns and self._tokens.reduces:
+            if is_last and col_slice.stop == self._call.shard.num_columns and self._tokens.reduces:
                 self._finish_hidden()
         if self._weight is not None:
             self._weight.add(block, grad, token_slice, col_slice, factor)
@@ -88,7 +88,7 @@ class HeadGradients:
     def _add_hidden(
         self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice, factor: Tensor | None
     ) -> None:
-        call, num_columns = self._call, self._call.shard.columns
+        call, num_columns = self._call, self._call.shard.num_columns
         if self._hidden_acc is None:
             grad_dtype = self._tokens.grad_dtype
             if grad_dtype == torch.float32 or (col_slice == slice(0, num_columns) and grad_dtype == grad.dtype):
@@ -130,7 +130,7 @@ class _WeightGrad:
 
     def __init__(self, call: Call, num_blocks: int, keep_fp32_sum: bool) -> None:
         weight, self._matmul, self._scale_rows = call.weight, call.matmul, call.backend.scale_rows
-        self._weight, self._num_columns, self._keep_fp32_sum = weight, call.shard.columns, keep_fp32_sum
+        self._weight, self._num_columns, self._keep_fp32_sum = weight, call.shard.num_columns, keep_fp32_sum
         self._sink = None if keep_fp32_sum else call.options.weight_grad_sink
         # fp32 gradients need no separate sum over blocks.
         self._is_fp32_sum = keep_fp32_sum or (self._sink is None and weight.dtype != torch.float32 and num_blocks > 1)

@@ -100,7 +100,7 @@ class GradLogitsInputs:
                 self.cached = CachedGradLogits(cache.exp)
             return
         # With an entropy, exponentials are relative to different shifts.
-        factored = self.candidates is None and not call.options.entropy and num_columns == call.shard.columns
+        factored = self.candidates is None and not call.options.entropy and num_columns == call.shard.num_columns
         factor = call.backend.grad_logits_from_cache(
             cache, self.rows, self.terms, call.options, entropy=self.entropy, factored=factored and plan.scales_hidden
         )

@@ -178,7 +178,7 @@ def _gradients(
         assert ids.keys is not None
         first_key, last_key = shard.start * step, (shard.start + call.weight.shape[0]) * step
         starts = torch.arange(first_key, last_key + 1, step, dtype=torch.int64, device=ids.keys.device)
-        offsets = torch.searchsorted(ids.keys, starts.clamp_(max=first_key + shard.columns * step))
+        offsets = torch.searchsorted(ids.keys, starts.clamp_(max=first_key + shard.num_columns * step))
         grad_weight = torch.empty_like(call.weight) if sink is None else sink.buffer()
         terms = ids.keys % step, factors[ids.order], offsets
         bag_sums(hidden, *terms, grad_weight, accumulate=sink is not None)

@@ -31,5 +31,5 @@ def new_cache(size: HeadSize, num_tokens: int, num_columns: int, like: Tensor) -
     if num_columns == 0:
         return None
     exp = with_zeros_behind(like.new_empty(num_tokens, slab_row_stride(num_columns)), num_columns)
-    num_chunks = ceil_div(num_columns, size.costs.chunk_columns)
+    num_chunks = ceil_div(num_columns, size.scratch.chunk_columns)
     return LogitsCache(exp, like.new_empty(num_chunks, num_tokens, dtype=torch.float32))

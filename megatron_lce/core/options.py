@@ -93,5 +93,5 @@ class Shard(NamedTuple):
     """This rank's part of the vocabulary."""
 
     start: int  # global id of the first column
-    columns: int  # number of columns of the vocabulary; padding follows them
-    largest: int  # number of columns of the largest shard of the group, padding included, for plans
+    num_columns: int  # number of columns of the vocabulary; padding follows them
+    max_columns: int  # number of columns of the largest shard of the group, padding included, for plans

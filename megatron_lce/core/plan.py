@@ -25,11 +25,11 @@ ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is
 SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines and hold whole vectors of a CPU
 
 
-class Blocks(NamedTuple):
+class SlabShape(NamedTuple):
     """Tokens and columns of the largest slab."""
 
-    tokens: int
-    columns: int
+    num_tokens: int
+    num_columns: int
 
 
 class BlockBytes(NamedTuple):
@@ -39,96 +39,105 @@ class BlockBytes(NamedTuple):
     per_token: int = 0
     per_column: int = 0
 
-    def of(self, tokens: int, columns: int) -> int:
+    def total(self, num_tokens: int, num_columns: int) -> int:
         """Return the bytes of a block."""
-        return tokens * (self.per_token + columns * self.per_logit) + columns * self.per_column
+        return num_tokens * (self.per_token + num_columns * self.per_logit) + num_columns * self.per_column
 
-    def most_tokens(self, room: int, columns: int) -> int:
+    def max_tokens(self, budget_bytes: int, num_columns: int) -> int:
         """Return the most tokens of a block of so many columns."""
-        return (room - columns * self.per_column) // (self.per_token + columns * self.per_logit)
+        return (budget_bytes - num_columns * self.per_column) // (self.per_token + num_columns * self.per_logit)
 
-    def most_columns(self, room: int, tokens: int) -> int:
+    def max_columns(self, budget_bytes: int, num_tokens: int) -> int:
         """Return the most columns of a block of so many tokens."""
-        return (room - tokens * self.per_token) // max(1, self.per_column + tokens * self.per_logit)
+        return (budget_bytes - num_tokens * self.per_token) // max(1, self.per_column + num_tokens * self.per_logit)
 
 
-class Costs(NamedTuple):
+class ScratchBytes(NamedTuple):
     """Bytes of intermediates of a backend's primitives, for inputs of one dtype."""
 
     chunk_columns: int  # number of columns that share one set of statistics
     tile_columns: int = 0  # a partial cache holds a multiple of this many columns; 0: there is no cache
-    logit: int = 0  # bytes per logit of a slab
-    stats_token: int = 0  # bytes per token of statistics
-    stats_column: int = 0  # bytes of a copied row of the weight for statistics
-    slab_token: int = 0  # bytes of a copied row of hidden for a slab
-    slab_column: int = 0  # bytes of a copied row of the weight for a slab
+    slab_per_logit: int = 0  # bytes per logit of a slab
+    stats_per_token: int = 0  # bytes per token of statistics
+    stats_per_column: int = 0  # bytes of a copied row of the weight for statistics
+    slab_per_token: int = 0  # bytes of a copied row of hidden for a slab
+    slab_per_column: int = 0  # bytes of a copied row of the weight for a slab
 
 
-def costs_of_parts(hidden_size: int, hidden_parts: int, chunk_columns: int) -> Costs:
-    """Return the costs with an fp32 weight: fp16 parts and a power per row; for gradients three bf16 parts."""
-    part = 2 * round_up(hidden_size, SLAB_ROW_STEP)
-    token, column, row = hidden_parts * part + 4, 2 * part + 4, 3 * part
-    return Costs(chunk_columns, logit=6, stats_token=token, stats_column=column, slab_token=row, slab_column=row)
+def fp32_scratch_bytes(hidden_size: int, hidden_parts: int, chunk_columns: int) -> ScratchBytes:
+    """Return them with an fp32 weight: fp16 parts and a power per row; for gradients three bf16 parts."""
+    part_bytes = 2 * round_up(hidden_size, SLAB_ROW_STEP)
+    token, column, row = hidden_parts * part_bytes + 4, 2 * part_bytes + 4, 3 * part_bytes
+    return ScratchBytes(
+        chunk_columns,
+        slab_per_logit=6,
+        stats_per_token=token,
+        stats_per_column=column,
+        slab_per_token=row,
+        slab_per_column=row,
+    )
 
 
 class HeadSize(NamedTuple):
     """Sizes of a head, the same on every rank of its group; the methods return bytes."""
 
-    hidden: int  # H
-    columns: int  # of the group's largest shard, padding included
+    hidden_size: int  # H
+    max_columns: int  # of the group's largest shard, padding included
     itemsize: int  # bytes of an element of the weight and of the gradient of a logit
     stats_rows: int  # statistics per token and chunk and, with telemetry, of their merge
-    costs: Costs
-    sums_weight: bool  # the weight gradient needs a separate fp32 sum over blocks of tokens
-    even: bool = True  # no shard ends in a separate slab, see `cut_columns`
+    scratch: ScratchBytes
+    needs_weight_acc: bool  # the weight gradient needs a separate fp32 sum over blocks of tokens
+    shards_aligned: bool = True  # no shard ends in a separate slab, see `aligned_slices`
 
     @property
-    def stats(self) -> BlockBytes:
+    def stats_bytes(self) -> BlockBytes:
         """Bytes of the statistics of a token, with intermediates."""
-        chunks = ceil_div(self.columns, self.costs.chunk_columns)
-        return BlockBytes(0, 4 * chunks * self.stats_rows + self.costs.stats_token, self.costs.stats_column)
+        chunks = ceil_div(self.max_columns, self.scratch.chunk_columns)
+        return BlockBytes(0, 4 * chunks * self.stats_rows + self.scratch.stats_per_token, self.scratch.stats_per_column)
 
     @property
-    def slab(self) -> BlockBytes:
+    def slab_bytes(self) -> BlockBytes:
         """Bytes of a slab of logit gradients, with intermediates."""
-        return BlockBytes(self.itemsize + self.costs.logit, self.costs.slab_token, self.costs.slab_column)
+        return BlockBytes(
+            self.itemsize + self.scratch.slab_per_logit, self.scratch.slab_per_token, self.scratch.slab_per_column
+        )
 
     @property
-    def weight_sum_column(self) -> int:
+    def weight_acc_per_column(self) -> int:
         """Bytes per column of the fp32 sum of the weight gradient; 0: the gradient needs no separate sum."""
-        return 4 * self.hidden if self.sums_weight else 0
+        return 4 * self.hidden_size if self.needs_weight_acc else 0
 
     @property
-    def weight_sum(self) -> int:
+    def weight_acc_bytes(self) -> int:
         """Bytes of this sum for the largest shard."""
-        return self.columns * self.weight_sum_column
+        return self.max_columns * self.weight_acc_per_column
 
     @property
-    def hidden_sum_token(self) -> int:
+    def hidden_acc_per_token(self) -> int:
         """Bytes per token of the fp32 sum of the hidden gradient.
 
         0 if no sum is needed: the cache is one slab, or gradients are fp32.
         """
-        return 0 if self.even or self.itemsize == 4 else 4 * self.hidden
+        return 0 if self.shards_aligned or self.itemsize == 4 else 4 * self.hidden_size
 
-    def kept_token(self, columns: int) -> int:
+    def cache_bytes_per_token(self, num_columns: int) -> int:
         """Bytes per token of a cache of this many columns."""
-        return slab_row_stride(columns) * self.itemsize + 4 * ceil_div(columns, self.costs.chunk_columns)
+        return slab_row_stride(num_columns) * self.itemsize + 4 * ceil_div(num_columns, self.scratch.chunk_columns)
 
     def cache_columns(self, num_tokens: int, num_columns: int, logits_cache_bytes: int) -> int:
         """Return the number of columns that fit in a cache: all, or a multiple of the columns of a tile."""
-        if logits_cache_bytes == 0 or self.costs.tile_columns == 0 or num_tokens == 0:
+        if logits_cache_bytes == 0 or self.scratch.tile_columns == 0 or num_tokens == 0:
             return 0
-        if num_tokens * self.kept_token(num_columns) <= logits_cache_bytes:
+        if num_tokens * self.cache_bytes_per_token(num_columns) <= logits_cache_bytes:
             return num_columns
-        tile_bytes = num_tokens * self.kept_token(self.costs.tile_columns)
-        return logits_cache_bytes // tile_bytes * self.costs.tile_columns
+        tile_bytes = num_tokens * self.cache_bytes_per_token(self.scratch.tile_columns)
+        return logits_cache_bytes // tile_bytes * self.scratch.tile_columns
 
     def smallest_workspace(self, *, needs_grad: bool, needs_weight: bool) -> int:
         """Return the bytes that every pass needs for its smallest block, one token of `COLUMN_STEP` columns."""
-        of_stats = self.stats.of(1, COLUMN_STEP)
-        sum_column = self.weight_sum_column if needs_weight else 0
-        return max(of_stats, self.slab.of(1, COLUMN_STEP) + COLUMN_STEP * sum_column) if needs_grad else of_stats
+        stats = self.stats_bytes.total(1, COLUMN_STEP)
+        per_column = self.weight_acc_per_column if needs_weight else 0
+        return max(stats, self.slab_bytes.total(1, COLUMN_STEP) + COLUMN_STEP * per_column) if needs_grad else stats
 
     def check_workspace(self, workspace_bytes: int, *, needs_grad: bool, needs_weight: bool) -> None:
         """Raise ValueError if the workspace is smaller than that."""
@@ -142,23 +151,25 @@ def size_of_two_heads(student: HeadSize, reading_bytes: int) -> HeadSize:
 
     `reading_bytes`: bytes per token that the backend allocates to read products with all columns.
     """
-    logit = 2 * 4  # bytes of both products, in fp32
-    row_bytes = reading_bytes + slab_row_stride(student.columns) * logit
-    costs = Costs(student.costs.chunk_columns, logit=logit, stats_token=row_bytes, slab_token=reading_bytes)
-    return student._replace(stats_rows=0, costs=costs)
+    per_logit = 2 * 4  # bytes of both products, in fp32
+    row_bytes = reading_bytes + slab_row_stride(student.max_columns) * per_logit
+    scratch = ScratchBytes(
+        student.scratch.chunk_columns, slab_per_logit=per_logit, stats_per_token=row_bytes, slab_per_token=reading_bytes
+    )
+    return student._replace(stats_rows=0, scratch=scratch)
 
 
 def stats_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
     """Return how many tokens' statistics are computed at once. A quarter of the workspace is for copied columns."""
-    columns = max(COLUMN_STEP, workspace_bytes // 4 // max(size.stats.per_column, 1))
-    most = size.stats.most_tokens(workspace_bytes, min(columns, PREFERRED_COLUMNS))
-    return max(1, even(num_tokens, most, MIN_TOKENS))
+    num_columns = max(COLUMN_STEP, workspace_bytes // 4 // max(size.stats_bytes.per_column, 1))
+    max_tokens = size.stats_bytes.max_tokens(workspace_bytes, min(num_columns, PREFERRED_COLUMNS))
+    return max(1, balanced_step(num_tokens, max_tokens, MIN_TOKENS))
 
 
 def stats_columns(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
     """Return how many copied columns fit in the workspace together with the statistics of `stats_tokens`."""
-    most = size.stats.most_columns(workspace_bytes, num_tokens)
-    return max(COLUMN_STEP, even(size.columns, max(COLUMN_STEP, most), COLUMN_STEP))
+    max_columns = size.stats_bytes.max_columns(workspace_bytes, num_tokens)
+    return max(COLUMN_STEP, balanced_step(size.max_columns, max(COLUMN_STEP, max_columns), COLUMN_STEP))
 
 
 def backward_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
@@ -168,83 +179,91 @@ def backward_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> in
     accumulate the weight gradient, 4 V H bytes. The smaller sum also causes less traffic, if blocks have `WIDE_BLOCK`
     tokens. The sum of the weight gradient is part of the workspace only if blocks stay that wide.
     """
-    slab, columns = size.slab, size.columns
-    row_bytes = slab.per_token + round_up(columns, COLUMN_STEP) * slab.per_logit
-    room = workspace_bytes - columns * slab.per_column
-    block = max((room - size.weight_sum) // row_bytes, min(WIDE_BLOCK, room // row_bytes))
-    if columns >= num_tokens or block < WIDE_BLOCK:
+    slab_bytes, num_columns = size.slab_bytes, size.max_columns
+    row_bytes = slab_bytes.per_token + round_up(num_columns, COLUMN_STEP) * slab_bytes.per_logit
+    budget_bytes = workspace_bytes - num_columns * slab_bytes.per_column
+    block_tokens = max((budget_bytes - size.weight_acc_bytes) // row_bytes, min(WIDE_BLOCK, budget_bytes // row_bytes))
+    if num_columns >= num_tokens or block_tokens < WIDE_BLOCK:
         return max(num_tokens, 1)
-    return even(num_tokens, block, MIN_TOKENS)
+    return balanced_step(num_tokens, block_tokens, MIN_TOKENS)
 
 
 def plan_known_loss(
-    size: HeadSize, num_tokens: int, workspace_bytes: int, *, single_is_sum: bool = False
+    size: HeadSize, num_tokens: int, workspace_bytes: int, *, keeps_fp32_sum: bool = False
 ) -> tuple[int, int] | None:
     """Return the tokens of a block whose logits are cached until their gradients are computed; None if none fit.
 
-    The second number is the workspace without these logits. `single_is_sum`: the weight gradient of a single block is
+    The second number is the workspace without these logits. `keeps_fp32_sum`: the weight gradient of a single block is
     an fp32 sum, too.
     """
-    if size.costs.tile_columns == 0:
+    if size.scratch.tile_columns == 0:
         return None
     # First the statistics. After they are freed, hidden times the slab's factor, and the fp32 hidden gradient.
-    token_bytes = max(size.stats.per_token, size.hidden * size.itemsize + size.hidden_sum_token)
-    kept = size.kept_token(size.columns)
-    tokens = kept_tokens(num_tokens, workspace_bytes, kept + token_bytes, size.weight_sum, single_is_sum=single_is_sum)
-    return None if tokens is None else (tokens, max(workspace_bytes - tokens * kept, tokens * token_bytes))
+    token_bytes = max(size.stats_bytes.per_token, size.hidden_size * size.itemsize + size.hidden_acc_per_token)
+    cache_bytes = size.cache_bytes_per_token(size.max_columns)
+    tokens = cached_block_tokens(
+        num_tokens, workspace_bytes, cache_bytes + token_bytes, size.weight_acc_bytes, keeps_fp32_sum=keeps_fp32_sum
+    )
+    return None if tokens is None else (tokens, max(workspace_bytes - tokens * cache_bytes, tokens * token_bytes))
 
 
-def kept_tokens(
-    num_tokens: int, room: int, bytes_per_token: int, sum_bytes: int = 0, *, single_is_sum: bool = False
+def cached_block_tokens(
+    num_tokens: int, budget_bytes: int, bytes_per_token: int, acc_bytes: int = 0, *, keeps_fp32_sum: bool = False
 ) -> int | None:
     """Return the tokens of a block whose logits are kept until their gradients are computed; None below `MIN_TOKENS`.
 
-    A call may use `room` bytes, and `sum_bytes` for the fp32 sum of the weight gradient over blocks, if there is one.
-    One block: the whole sum's memory is free. Several blocks, or one with `single_is_sum`: half, because the 16-bit
+    A call may use `budget_bytes`, and `acc_bytes` for the fp32 sum of the weight gradient over blocks, if there is one.
+    One block: the whole sum's memory is free. Several blocks, or one with `keeps_fp32_sum`: half, because the 16-bit
     gradient is allocated after the last block.
     """
-    if num_tokens * bytes_per_token <= room + (sum_bytes // 2 if single_is_sum else sum_bytes):
+    if num_tokens * bytes_per_token <= budget_bytes + (acc_bytes // 2 if keeps_fp32_sum else acc_bytes):
         return max(1, num_tokens)
-    most = (room + sum_bytes // 2) // bytes_per_token
-    if most < MIN_TOKENS:
+    max_tokens = (budget_bytes + acc_bytes // 2) // bytes_per_token
+    if max_tokens < MIN_TOKENS:
         return None
-    return min(num_tokens, most // KNOWN_LOSS_STEP * KNOWN_LOSS_STEP or most // MIN_TOKENS * MIN_TOKENS)
+    return min(num_tokens, max_tokens // KNOWN_LOSS_STEP * KNOWN_LOSS_STEP or max_tokens // MIN_TOKENS * MIN_TOKENS)
 
 
-def products_tokens(size: HeadSize, num_tokens: int, room: int) -> int:
+def divergence_logits_tokens(size: HeadSize, num_tokens: int, budget_bytes: int) -> int:
     """Return how many tokens' products of two heads are in memory at once: at most as many as still make it faster."""
-    most = min(room // size.stats.per_token, max(WIDE_PRODUCTS, WIDE_LOGITS // size.columns))
-    return max(1, even(num_tokens, most, MIN_TOKENS))
+    max_tokens = min(budget_bytes // size.stats_bytes.per_token, max(WIDE_PRODUCTS, WIDE_LOGITS // size.max_columns))
+    return max(1, balanced_step(num_tokens, max_tokens, MIN_TOKENS))
 
 
-def plan_known_weights(
-    size: HeadSize, num_tokens: int, workspace_bytes: int, *, single_is_sum: bool = False
+def plan_known_divergence(
+    size: HeadSize, num_tokens: int, workspace_bytes: int, *, keeps_fp32_sum: bool = False
 ) -> tuple[int, int] | None:
     """Return the tokens whose gradients are collected, and of how many products are in memory; None if none fit.
 
-    Products and gradients share the memory of `kept_tokens`. Products get up to `WIDE_PRODUCTS` tokens and gradients
-    the rest, because each block of gradients updates the sum of the weight gradient. What is left goes to products.
+    Products and gradients share the memory of `cached_block_tokens`. Products get up to `WIDE_PRODUCTS` tokens and
+    gradients the rest, because each block of gradients updates the sum of the weight gradient. What is left goes to
+    products.
     """
-    products, gradient = size.stats.per_token, slab_row_stride(size.columns) * size.itemsize + size.hidden_sum_token
-    most = kept_tokens(num_tokens, workspace_bytes, products + gradient, size.weight_sum, single_is_sum=single_is_sum)
-    if most is None:
+    logits_bytes = size.stats_bytes.per_token
+    grad_bytes = slab_row_stride(size.max_columns) * size.itemsize + size.hidden_acc_per_token
+    max_tokens = cached_block_tokens(
+        num_tokens, workspace_bytes, logits_bytes + grad_bytes, size.weight_acc_bytes, keeps_fp32_sum=keeps_fp32_sum
+    )
+    if max_tokens is None:
         return None
-    if most >= num_tokens:
-        return most, most
-    room = workspace_bytes + size.weight_sum // 2
-    at_once = min(most, even(num_tokens, min(workspace_bytes // products, WIDE_PRODUCTS), MIN_TOKENS))
-    tokens = even(num_tokens, (room - at_once * products) // gradient, MIN_TOKENS)
-    return tokens, products_tokens(size, tokens, room - tokens * gradient)
+    if max_tokens >= num_tokens:
+        return max_tokens, max_tokens
+    budget_bytes = workspace_bytes + size.weight_acc_bytes // 2
+    logits_tokens = min(
+        max_tokens, balanced_step(num_tokens, min(workspace_bytes // logits_bytes, WIDE_PRODUCTS), MIN_TOKENS)
+    )
+    block_tokens = balanced_step(num_tokens, (budget_bytes - logits_tokens * logits_bytes) // grad_bytes, MIN_TOKENS)
+    return block_tokens, divergence_logits_tokens(size, block_tokens, budget_bytes - block_tokens * grad_bytes)
 
 
-def plan_blocks(
+def plan_slabs(
     num_tokens: int,
     num_columns: int,
     workspace_bytes: int,
     block_bytes: BlockBytes,
     *,
-    per_column_if_tokens_are_cut: int = 0,
-) -> Blocks:
+    split_tokens_per_column: int = 0,
+) -> SlabShape:
     """Return the tokens and columns of a slab: the widest within `workspace_bytes` that still saves time.
 
     It has all tokens if `PREFERRED_COLUMNS` then fit, and about `SLAB_LOGITS` logits. Otherwise slabs minimise the
@@ -254,48 +273,54 @@ def plan_blocks(
         ValueError: not even the smallest block fits.
     """
 
-    def traffic(blocks: Blocks) -> float:
+    def traffic(shape: SlabShape) -> float:
         """In units of N*V*H: each slab updates N*H sums; each block of only some tokens updates V*H."""
-        return 1 / blocks.columns + (0 if blocks is uncut else 1 / blocks.tokens)
+        return 1 / shape.num_columns + (0 if shape is all_tokens else 1 / shape.num_tokens)
 
     preferred = min(PREFERRED_COLUMNS, round_up(num_columns, COLUMN_STEP))
     num_slabs = max(1, min(num_columns // preferred, round(num_columns * num_tokens / SLAB_LOGITS)))
-    most = min(
-        block_bytes.most_columns(workspace_bytes, num_tokens), round_up(ceil_div(num_columns, num_slabs), COLUMN_STEP)
+    max_columns = min(
+        block_bytes.max_columns(workspace_bytes, num_tokens), round_up(ceil_div(num_columns, num_slabs), COLUMN_STEP)
     )
-    uncut = Blocks(num_tokens, even(num_columns, most, COLUMN_STEP))
-    if block_bytes.of(num_tokens, preferred) <= workspace_bytes:
-        return uncut
-    cut_bytes = block_bytes._replace(per_column=block_bytes.per_column + per_column_if_tokens_are_cut)
+    all_tokens = SlabShape(num_tokens, balanced_step(num_columns, max_columns, COLUMN_STEP))
+    if block_bytes.total(num_tokens, preferred) <= workspace_bytes:
+        return all_tokens
+    split_bytes = block_bytes._replace(per_column=block_bytes.per_column + split_tokens_per_column)
     halves = (preferred * quarters // 4 >> halvings for halvings in range(7) for quarters in (4, 3))
     widths = sorted({max(COLUMN_STEP, width // COLUMN_STEP * COLUMN_STEP) for width in halves})
-    blocks = (Blocks(min(num_tokens, cut_bytes.most_tokens(workspace_bytes, width)), width) for width in widths)
-    possible = [block for block in blocks if block.tokens >= 1]
-    if not possible:
-        least = cut_bytes.of(1, COLUMN_STEP)
-        raise ValueError(f"workspace_bytes must be at least {least} for this head, got {workspace_bytes}")
-    tokens, columns = min(possible, key=traffic)
-    cut_tokens = Blocks(even(num_tokens, tokens, MIN_TOKENS), even(num_columns, columns, COLUMN_STEP))
-    candidates = [uncut, cut_tokens] if uncut.columns >= COLUMN_STEP else [cut_tokens]
-    return min(candidates, key=traffic)
+    shapes = (SlabShape(min(num_tokens, split_bytes.max_tokens(workspace_bytes, width)), width) for width in widths)
+    possible_shapes = [shape for shape in shapes if shape.num_tokens >= 1]
+    if not possible_shapes:
+        min_bytes = split_bytes.total(1, COLUMN_STEP)
+        raise ValueError(f"workspace_bytes must be at least {min_bytes} for this head, got {workspace_bytes}")
+    tokens, columns = min(possible_shapes, key=traffic)
+    split_tokens = SlabShape(
+        balanced_step(num_tokens, tokens, MIN_TOKENS), balanced_step(num_columns, columns, COLUMN_STEP)
+    )
+    choices = [all_tokens, split_tokens] if all_tokens.num_columns >= COLUMN_STEP else [split_tokens]
+    return min(choices, key=traffic)
 
 
-def cut(stop: int, step: int, start: int = 0) -> Iterator[slice]:
+def slices(stop: int, step: int, start: int = 0) -> Iterator[slice]:
     """Yield `[start, stop)` in slices of `step`."""
     for first in range(start, stop, step):
         yield slice(first, min(first + step, stop))
 
 
-def cut_columns(stop: int, step: int, start: int = 0) -> Iterator[slice]:
-    """Yield as `cut` does; columns beyond a multiple of `ALIGNED_COLUMNS` become a separate last slice."""
-    for columns in cut(stop, step, start):
-        even = columns.stop - (columns.stop - columns.start) % ALIGNED_COLUMNS
-        yield from (part for part in (slice(columns.start, even), slice(even, columns.stop)) if part.start < part.stop)
+def aligned_slices(stop: int, step: int, start: int = 0) -> Iterator[slice]:
+    """Yield as `slices` does; columns beyond a multiple of `ALIGNED_COLUMNS` become a separate last slice."""
+    for columns in slices(stop, step, start):
+        aligned_stop = columns.stop - (columns.stop - columns.start) % ALIGNED_COLUMNS
+        yield from (
+            part
+            for part in (slice(columns.start, aligned_stop), slice(aligned_stop, columns.stop))
+            if part.start < part.stop
+        )
 
 
-def slab_row_stride(columns: int) -> int:
+def slab_row_stride(num_columns: int) -> int:
     """Return the number of elements from row to row of a slab or cache."""
-    return round_up(columns, SLAB_ROW_STEP)
+    return round_up(num_columns, SLAB_ROW_STEP)
 
 
 def ceil_div(value: int, step: int) -> int:
@@ -307,11 +332,11 @@ def round_up(value: int, step: int) -> int:
     return ceil_div(value, step) * step
 
 
-def even(length: int, most: int, step: int) -> int:
-    """Return the block length up to `most` that cuts `length` most evenly, a multiple of `step` if possible."""
-    if most >= length:
+def balanced_step(length: int, max_length: int, step: int) -> int:
+    """Return the block length up to `max_length` that cuts `length` most evenly, if possible a multiple of `step`."""
+    if max_length >= length:
         return length
-    if most < step:
-        return most
-    most = most // step * step
-    return min(most, round_up(ceil_div(length, ceil_div(length, most)), step))
+    if max_length < step:
+        return max_length
+    max_length = max_length // step * step
+    return min(max_length, round_up(ceil_div(length, ceil_div(length, max_length)), step))

@@ -67,7 +67,7 @@ def summed_token_loss(
     plan = plan_token_loss(
         call.size,
         row_index.count,
-        call.shard.columns,
+        call.shard.num_columns,
         options.workspace_bytes,
         needs_grad=needs_grad,
         needs_weight=call.weight.requires_grad,

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_lce.core import collectives
 from megatron_lce.core.collectives import Pending
 from megatron_lce.core.options import Options
-from megatron_lce.core.plan import ceil_div, cut
+from megatron_lce.core.plan import ceil_div, slices
 from megatron_lce.core.row_index import RowIndex
 
 
@@ -79,7 +79,7 @@ class Tokens:
         return self._blocks_of(self.hidden)
 
     def _blocks_of(self, hidden: Tensor) -> Iterator[TokenBlock]:
-        for row_slice in cut(self.row_index.count, self._block_tokens):
+        for row_slice in slices(self.row_index.count, self._block_tokens):
             block = TokenBlock(row_slice, Pending(self.row_index.select(hidden, row_slice)))
             if row_slice.stop == self.row_index.count:
                 del hidden  # if gathered, it is freed while its last block is computed
@@ -117,7 +117,7 @@ class ShardedTokens(Tokens):
     def blocks(self) -> Iterator[TokenBlock]:
         """Yield blocks. While one is computed, the next is gathered."""
         ranks = collectives.group_size(self._group)
-        shard_slices = cut(self.hidden.shape[0], self._block_tokens // ranks)
+        shard_slices = slices(self.hidden.shape[0], self._block_tokens // ranks)
         gathering = (
             self._start_block(shard_slice, ranks) for shard_slice in shard_slices
         )  # each starts when it is requested

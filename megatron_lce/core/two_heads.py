@@ -42,7 +42,7 @@ from megatron_lce.core.divergence_types import (
 from megatron_lce.core.head_gradients import CachedGradLogits, HeadGradients
 from megatron_lce.core.known_loss import keeps_fp32_weight_sum, unscaled_dtype, unscaled_gradients
 from megatron_lce.core.matmul import copies_to_fp32, matmul, with_zeros_behind, without_autocast
-from megatron_lce.core.plan import COLUMN_STEP, cut, cut_columns, size_of_two_heads, slab_row_stride
+from megatron_lce.core.plan import COLUMN_STEP, aligned_slices, size_of_two_heads, slab_row_stride, slices
 from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.token_loss import Losses, TokenLossFunction, TokenLossResults
@@ -86,7 +86,7 @@ def divergence_forward(
     if heads.teacher_temperature is not None:
         teacher_scale = prepare(call.labels, heads.teacher_temperature, options, call.shard).scale
     row_index = RowIndex.from_labels(call.labels, options)
-    plan = _plan(heads.student, heads.teacher, call, row_index.count, call.weight.requires_grad, known=needs_grad)
+    plan = _plan(heads.student, heads.teacher, call, row_index.count, call.weight.requires_grad, known_loss=needs_grad)
     tokens, teacher_tokens = (
         tokens_in_blocks(head.hidden, row_index, plan.block_tokens, options, unscaled_dtype(call)) for head in heads[:2]
     )
@@ -243,11 +243,11 @@ class TwoHeadGradLogits:
         if find_terms is not None:
             self.heads = self.heads._replace(terms=self.stats.new_empty(len(GradTerms._fields), self.stats.shape[1]))
         call, backend, group = self.call, self.call.backend, self.call.options.tp_group
-        all_columns, buffer = slice(0, call.shard.columns), self._new_buffer()
-        for token_slice in cut(self.stats.shape[1], plan.stats_tokens):
+        all_columns, buffer = slice(0, call.shard.num_columns), self._new_buffer()
+        for token_slice in slices(self.stats.shape[1], plan.stats_tokens):
             heads, stats = self.heads.block(token_slice, all_columns), self.stats[:, token_slice]
             softmaxes, sums = stats[:SOFTMAX_ROWS], stats[SOFTMAX_ROWS:]
-            raw_logits = _raw_logits(heads, buffer) if call.shard.columns > 0 else None
+            raw_logits = _raw_logits(heads, buffer) if call.shard.num_columns > 0 else None
             if raw_logits is not None:
                 backend.divergence_softmaxes(heads, raw_logits, stats)
             else:
@@ -282,13 +282,13 @@ def _raw_logits(heads: Heads, buffer: Tensor) -> Tensor:
     raw_logits = buffer.resize_(2, num_tokens, slab_row_stride(num_columns))[:, :, :num_columns]
     step = COLUMN_STEP if any(copies_to_fp32(head.hidden) for head in heads[:2]) else num_columns
     for head, logits in zip(heads[:2], raw_logits, strict=True):
-        for columns in cut_columns(num_columns, step):
+        for columns in aligned_slices(num_columns, step):
             matmul(head.hidden, head.weight[columns].T, logits[:, columns], accumulate=False)
     return raw_logits
 
 
 def _plan(
-    student: Head, teacher: Head, call: Call, num_tokens: int, needs_weight: bool, *, known: bool = False
+    student: Head, teacher: Head, call: Call, num_tokens: int, needs_weight: bool, *, known_loss: bool = False
 ) -> Plan:
     """Return the plan of these heads. fp32 copies of the weights, which products make on CPUs, have room beside it.
 
@@ -296,7 +296,7 @@ def _plan(
         ValueError: the workspace is too small for forward or backward.
     """
     copied_row = max(4 * head.hidden.shape[1] * copies_to_fp32(head.hidden) for head in (student, teacher))
-    size = size_of_two_heads(call.size, call.backend.divergence_scratch_bytes(call.shard.largest) + copied_row)
+    size = size_of_two_heads(call.size, call.backend.divergence_scratch_bytes(call.shard.max_columns) + copied_row)
     workspace_bytes, copied_bytes = call.options.workspace_bytes, COLUMN_STEP * copied_row
     min_bytes = copied_bytes + size.smallest_workspace(needs_grad=True, needs_weight=True)
     if workspace_bytes < min_bytes:
@@ -304,9 +304,9 @@ def _plan(
     return plan_divergence(
         size,
         num_tokens,
-        call.shard.columns,
+        call.shard.num_columns,
         workspace_bytes - copied_bytes,
-        known=known,
+        known_loss=known_loss,
         needs_weight=needs_weight,
-        keeps_fp32_sum=known and keeps_fp32_weight_sum(call),
+        keeps_fp32_sum=known_loss and keeps_fp32_weight_sum(call),
     )

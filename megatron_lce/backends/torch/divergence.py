@@ -12,7 +12,7 @@ from megatron_lce.core.divergence_types import (
     Heads,
     merged_softmaxes,
 )
-from megatron_lce.core.plan import cut
+from megatron_lce.core.plan import slices
 from megatron_lce.core.statistics import LN_2
 
 _LARGEST_RATIO = 126.0  # bound of log2 of a ratio of probabilities
@@ -30,7 +30,7 @@ def divergence_softmaxes(heads: Heads, raw_logits: Tensor, stats: Tensor) -> Non
 
 def divergence_sums(heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
     of_chunks = [
-        _chunk_divergence(heads, raw_logits, columns, stats) for columns in cut(raw_logits.shape[2], _CHUNK_COLUMNS)
+        _chunk_divergence(heads, raw_logits, columns, stats) for columns in slices(raw_logits.shape[2], _CHUNK_COLUMNS)
     ]
     rows = DivergenceStats(*stats)
     for name in of_chunks[0]:
@@ -38,7 +38,7 @@ def divergence_sums(heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
 
 
 def divergence_grad_logits(heads: Heads, raw_logits: Tensor, stats: Tensor, gradient: Tensor) -> None:
-    for columns in cut(raw_logits.shape[2], _CHUNK_COLUMNS):
+    for columns in slices(raw_logits.shape[2], _CHUNK_COLUMNS):
         _chunk_gradient(heads, raw_logits[:, :, columns], stats, gradient[:, columns])
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.options import Options, Shard
-from megatron_lce.core.plan import cut
+from megatron_lce.core.plan import slices
 from megatron_lce.core.rows import RowInputs, softcap_scale
 
 
@@ -15,7 +15,7 @@ def indexed_logits(
     logits, cap = logits_and_owners[0], softcap_scale(options)
     local, elsewhere = _local(ids, shard)
     bytes_of_one = hidden.shape[1] * (2 * hidden.element_size() + 3 * 4)  # both rows, in fp32 too, and their product
-    for part in cut(ids.shape[0], max(1, options.workspace_bytes // bytes_of_one)):
+    for part in slices(ids.shape[0], max(1, options.workspace_bytes // bytes_of_one)):
         of_weight = weight.index_select(0, local[part]).float()
         torch.sum(of_weight.mul_(hidden.index_select(0, token_index[part])), dim=1, out=logits[part])
     if options.logits_dtype is not None:
@@ -32,8 +32,8 @@ def indexed_logits(
 def _local(ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     """Return rows of the shard, and a mask of ids that are padding or not in the shard."""
     local = ids - shard.start
-    clamped = local.clamp(0, max(shard.columns - 1, 0))
-    return clamped, (clamped != local) | (shard.columns == 0)
+    clamped = local.clamp(0, max(shard.num_columns - 1, 0))
+    return clamped, (clamped != local) | (shard.num_columns == 0)
 
 
 def bag_sums(
@@ -52,7 +52,7 @@ def bag_sums(
     if shard is not None:
         indices, elsewhere = _local(indices, shard)
         zero_mask |= elsewhere
-    for columns in cut(out.shape[1], max(1, workspace_bytes // max(bytes_of_column, 1))):
+    for columns in slices(out.shape[1], max(1, workspace_bytes // max(bytes_of_column, 1))):
         terms = matrix[:, columns].index_select(0, indices).float().mul_(factors[:, None])
         terms.masked_fill_(zero_mask[:, None], 0.0)
         sums = torch.segment_reduce(terms, "sum", offsets=offsets, unsafe=True)

@@ -14,7 +14,7 @@ from megatron_lce.backends.torch.row_values import prepare_rows, row_terms, writ
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.matmul import copies_to_fp32, matmul
 from megatron_lce.core.options import Options
-from megatron_lce.core.plan import Costs, cut
+from megatron_lce.core.plan import ScratchBytes, slices
 from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowTerms, softcap_scale
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
@@ -30,16 +30,16 @@ from megatron_lce.core.statistics import (
 _ROWS = 1024  # rows that `scale_rows` holds in fp32 at a time
 
 
-def scratch_bytes(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
+def scratch_bytes(hidden: Tensor, weight: Tensor, telemetry: bool) -> ScratchBytes:
     # Without a cache, which would save little where this backend runs.
     hidden_row, weight_row = upcast_row_bytes(hidden, weight.dtype), upcast_row_bytes(weight, weight.dtype)
-    return Costs(
+    return ScratchBytes(
         CHUNK_COLUMNS,
-        logit=3 * 4,
-        stats_token=4 * (3 + telemetry) * CHUNK_COLUMNS + hidden_row,  # logits of a chunk, exponentials, temporaries
-        stats_column=weight_row,
-        slab_token=hidden_row,
-        slab_column=weight_row,
+        slab_per_logit=3 * 4,
+        stats_per_token=4 * (3 + telemetry) * CHUNK_COLUMNS + hidden_row,  # a chunk's logits, exponentials, temporaries
+        stats_per_column=weight_row,
+        slab_per_token=hidden_row,
+        slab_per_column=weight_row,
     )
 
 
@@ -60,7 +60,7 @@ def softmax_stats(
     max_copied_columns: int | None = None,
 ) -> Tensor:
     # One product per chunk: for another width, a library may sum in another order.
-    chunks = list(cut(weight.shape[0], CHUNK_COLUMNS))
+    chunks = list(slices(weight.shape[0], CHUNK_COLUMNS))
     entropy, telemetry = options.entropy, options.telemetry
     stats = hidden.new_empty(len(chunks), num_stats(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
     if upcast_row_bytes(hidden, weight.dtype):
@@ -78,7 +78,7 @@ def chunk_stats_of_logits(raw_logits: Tensor, row_scale: Tensor) -> Tensor:
     nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=raw_logits.device)
     stats = [
         chunk_stats(raw_logits[:, columns] * row_scale[:, None], nowhere, 0, False, False)
-        for columns in cut(num_columns, CHUNK_COLUMNS)
+        for columns in slices(num_columns, CHUNK_COLUMNS)
     ]
     return torch.stack(stats) if stats else raw_logits.new_empty(0, num_stats(False, False), num_tokens)
 
@@ -151,8 +151,8 @@ def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, options: Opt
         hidden = hidden.float()
     logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
     # fp32 inputs: sums over 256 of H are added up, because one running sum over a long H loses digits.
-    for part in cut(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
-        for columns in cut(weight.shape[0], CHUNK_COLUMNS):  # as in the statistics, so that both have the same bits
+    for part in slices(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
+        for columns in slices(weight.shape[0], CHUNK_COLUMNS):  # as in the statistics, so that both have the same bits
             matmul(hidden[:, part], weight[columns, part].T, logits[:, columns], accumulate=part.start > 0)
     if options.logits_dtype is not None:
         logits.copy_(logits.to(options.logits_dtype))
@@ -190,6 +190,6 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, te
 
 
 def scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    for rows in cut(matrix.shape[0], _ROWS):
+    for rows in slices(matrix.shape[0], _ROWS):
         scaled = matrix[rows].float() * (factor[rows, None] if factor.dim() else factor)
         out[rows].copy_(scaled.add_(out[rows]) if accumulate else scaled)

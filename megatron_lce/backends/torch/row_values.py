@@ -21,7 +21,7 @@ from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT, LN_2, 
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> RowInputs:
     local = labels - shard.start
     ignored = labels == options.ignore_index
-    in_shard = (local >= 0) & (local < shard.columns) & ~ignored
+    in_shard = (local >= 0) & (local < shard.num_columns) & ~ignored
     if isinstance(temperature, Tensor):
         temperature = temperature.float()
         usable = (temperature > 0) & temperature.isfinite()

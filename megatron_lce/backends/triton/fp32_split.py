@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.core.matmul import matmul as core_matmul
-from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, ceil_div, cut, round_up
+from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, ceil_div, round_up, slices
 
 # Tensor cores truncate as they add, so sums over this many rows are added up in fp32. Only the product of the largest
 # parts needs it. With 512 it takes 16 % more time; with 2048 the error doubles and exceeds the fp32 error of cuBLAS.
@@ -29,7 +29,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
     a_parts, b_parts, length = _bf16_parts(a), _bf16_parts(b), a.shape[1]
     pairs = [(i, j) for i in range(len(a_parts)) for j in range(len(b_parts)) if i + j < 3]
     for i, j in sorted(pairs, key=sum, reverse=True):  # small ones first
-        for piece in cut(length, length if i + j else K_STEP):
+        for piece in slices(length, length if i + j else K_STEP):
             core_matmul(a_parts[i][:, piece], b_parts[j][piece], out, accumulate=accumulate)
             accumulate = True
 

@@ -34,7 +34,7 @@ def indexed_logits(
         hidden_stride=hidden.stride(0),
         weight_stride=weight.stride(0),
         first_id=shard.start,
-        num_columns=shard.columns,
+        num_columns=shard.num_columns,
         softcap_scale=cap or 0.0,
         SOFTCAP=cap is not None,
         ROUND=options.logits_dtype is not None,
@@ -57,7 +57,7 @@ def bag_sums(
 ) -> None:
     num_sums, num_columns = out.shape
     block = min(1024, triton.next_power_of_2(num_columns))
-    first, num_rows = (0, matrix.shape[0]) if shard is None else (shard.start, shard.columns)
+    first, num_rows = (0, matrix.shape[0]) if shard is None else (shard.start, shard.num_columns)
     tiles.launch(
         _bag_sums_kernel,
         (num_sums, ceil_div(num_columns, block)),

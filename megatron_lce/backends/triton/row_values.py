@@ -48,7 +48,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
         logits_factor=logits_factor(options),
         ignore_index=options.ignore_index,
         vocab_start=shard.start,
-        num_columns=shard.columns,
+        num_columns=shard.num_columns,
         BLOCK_N=tiles.ROW_BLOCK,
     )
     return rows

@@ -23,7 +23,7 @@ from megatron_lce.backends.triton.fp32_split import split_fp32
 from megatron_lce.backends.triton.packed import extremes_at, sums_at
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
-from megatron_lce.core.plan import MIN_TOKENS, ceil_div, cut
+from megatron_lce.core.plan import MIN_TOKENS, ceil_div, slices
 from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LOWEST_LOGIT, Extremes, num_stats
 
@@ -90,14 +90,14 @@ def softmax_stats(
 
     step = max_copied_columns if tile.weight_parts and max_copied_columns else num_columns
     cached_columns = 0 if cache is None else cache.exp.shape[1]
-    for columns in (*cut(cached_columns, max(cached_columns, 1)), *cut(num_columns, step, start=cached_columns)):
+    for columns in (*slices(cached_columns, max(cached_columns, 1)), *slices(num_columns, step, start=cached_columns)):
         launch_stats(columns, cache if columns.stop <= cached_columns else None)
     out = stats[0, _LABEL_LOGIT]  # after the statistics kernel, which fills it with -inf
     if hidden_pow2 is None:
         _label_logits(hidden, None, weight, rows, out, tile, options)
         return stats
     # The weight's row at the label is copied and then split, which takes as much memory as two columns.
-    for tokens in cut(num_tokens, max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS)):
+    for tokens in slices(num_tokens, max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS)):
         inputs = hidden[tokens], hidden_pow2[tokens.start :], weight, rows.select(tokens)
         _label_logits(*inputs, out[tokens], tile, options)
     return stats
