@@ -34,7 +34,7 @@ _KEEP_ELEMENTS = {
     *("BackwardHookFunction", "Cat", "ConstantPadNd", "IndexPut", "Stack", "torch::autograd::CopySlices"),
     *("Add", "Div", "Mul"),
 }
-_OF_PARTS = {"BackwardHookFunction", "Cat", "IndexPut", "Stack", "torch::autograd::CopySlices"}  # take several tensors
+_JOINS = {"BackwardHookFunction", "Cat", "IndexPut", "Stack", "torch::autograd::CopySlices"}  # take several tensors
 # Each is a whole region of a model: torch.compile's, recomputation's, a CUDA graph's.
 _OPAQUE = {
     "CompiledFunction",
@@ -109,15 +109,15 @@ def areal_linear_cross_entropy(
     options = Options(
         dist_process_group, temperature=temperature, telemetry=return_max_logits, skip_ignored=skip_ignored
     )
-    own: dict[str, Any] = {"reduction": reduction, "return_max_logits": return_max_logits}
-    own |= {"reduce_grad_hidden": reduce_grad_hidden, "rows of weight": validation.rows_of(weight)}
+    compared: dict[str, Any] = {"reduction": reduction, "return_max_logits": return_max_logits}
+    compared |= {"reduce_grad_hidden": reduce_grad_hidden, "rows of weight": validation.num_weight_rows(weight)}
     name = "areal_linear_cross_entropy"
     with checked_together(
-        name, hidden, weight, labels, options, group_name="dist_process_group", takes_dtensors=True, own=own
+        name, hidden, weight, labels, options, group_name="dist_process_group", takes_dtensors=True, compared=compared
     ) as checks:
         shape = checks.head()
         validation.check_choice("reduction", reduction, get_args(Reduction))
-        validation.check_flag("return_max_logits", return_max_logits)
+        validation.check_bool("return_max_logits", return_max_logits)
         ids = _checked_labels(checks.labels, shape)
         if isinstance(temperature, Tensor):
             temperature = temperature.reshape(-1)
@@ -126,8 +126,8 @@ def areal_linear_cross_entropy(
             temperature = temperature.view(ids.shape).where(ids >= 0, 1.0)  # anything in ignored rows
         if reduce_grad_hidden is None:
             reduce_grad_hidden = not is_summed_in_front(hidden, dist_process_group)
-        of_ids = replace(checks.options, temperature=temperature, reduce_grad_hidden=reduce_grad_hidden)
-        checks.rest(ids.where(ids >= 0, IGNORE_INDEX), of_ids)
+        call_options = replace(checks.options, temperature=temperature, reduce_grad_hidden=reduce_grad_hidden)
+        checks.rest(ids.where(ids >= 0, IGNORE_INDEX), call_options)
     out = linear_cross_entropy_autograd(checks.call())
     assert out.entropy is not None
     results = tuple(reduced(value.reshape(-1), reduction) for value in (out.logprobs, out.entropy))
@@ -170,17 +170,17 @@ def torch_linear_cross_entropy(
             a weight together with label_smoothing.
     """
     ignored = IGNORE_INDEX if ignore_index is None else ignore_index
-    own = {
+    compared = {
         "weight": validation.shape_of(weight),
         "reduction": reduction,
         "label_smoothing": label_smoothing,
-        "rows of linear_weight": validation.rows_of(linear_weight),
+        "rows of linear_weight": validation.num_weight_rows(linear_weight),
     }
     smooth = bool(label_smoothing)  # by the mean logit, which is among the telemetry
     call_options = Options(tp_group, ignore_index=ignored, entropy=False, telemetry=smooth, skip_ignored=skip_ignored)
     name, names = "torch_linear_cross_entropy", ("input", "linear_weight", "target")
     with checked_together(
-        name, input, linear_weight, target, call_options, names=names, takes_dtensors=True, own=own
+        name, input, linear_weight, target, call_options, names=names, takes_dtensors=True, compared=compared
     ) as checks:
         if linear_bias is not None:
             raise NotImplementedError("linear_bias must be None: the fused head does not support a bias")
@@ -192,8 +192,8 @@ def torch_linear_cross_entropy(
         if weight is not None and smooth:
             raise NotImplementedError("weight must be None where label_smoothing is not 0, got both")
         if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
-            wanted = "be [V, H]: losses over further dimensions of classes are not supported"
-            raise NotImplementedError(f"linear_weight must {wanted}, got {tuple(linear_weight.shape)}")
+            requirement = "be [V, H]: losses over further dimensions of classes are not supported"
+            raise NotImplementedError(f"linear_weight must {requirement}, got {tuple(linear_weight.shape)}")
         if isinstance(target, Tensor) and target.is_floating_point():
             raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
         checks.head()
@@ -203,14 +203,14 @@ def torch_linear_cross_entropy(
         if weight is not None:
             validation.check_tensor("weight", weight)
             fits = weight.shape == (num_classes,) and weight.is_floating_point() and weight.device == input.device
-            wanted = f"be floating [{num_classes}] on {input.device}, a factor for each class"
-            validation.require(fits, "weight", wanted, f"{weight.dtype} {tuple(weight.shape)} on {weight.device}")
+            requirement = f"be floating [{num_classes}] on {input.device}, a factor for each class"
+            validation.require(fits, "weight", requirement, f"{weight.dtype} {tuple(weight.shape)} on {weight.device}")
             validation.check_no_gradient("weight", weight)
         checks.rest()
     out = linear_cross_entropy_autograd(checks.call())
     target = checks.labels
-    takes_part, loss = target != ignored, -out.logprobs
-    factors = takes_part.float()
+    valid_mask, loss = target != ignored, -out.logprobs
+    factors = valid_mask.float()
     if weight is not None:
         factors *= weight.float()[target.clamp(0, num_classes - 1)]
         loss = loss * factors
@@ -262,7 +262,7 @@ def is_summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
             )
         if summing and collectives.same_ranks(node.group, group):
             found.add(True)
-        elif inputs and kind in _KEEP_ELEMENTS and (len(inputs) == 1 or kind in _OF_PARTS):
+        elif inputs and kind in _KEEP_ELEMENTS and (len(inputs) == 1 or kind in _JOINS):
             nodes += set(inputs) - seen
             seen.update(inputs)
         else:

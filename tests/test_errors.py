@@ -7,7 +7,7 @@ import torch
 from torch import zeros
 
 import megatron_lce
-from megatron_lce.api.linear_topk import MOST
+from megatron_lce.api.linear_topk import MAX_K
 
 
 def ids(*shape):
@@ -116,7 +116,7 @@ OF_SUPPORT = [
 ]
 OF_TOPK = [
     ({"k": 0}, ValueError, "k must be at least 1, got 0"),
-    ({"k": MOST + 1}, ValueError, "k must be at most 1024, got 1025"),
+    ({"k": MAX_K + 1}, ValueError, "k must be at most 1024, got 1025"),
     ({"k": 2.0}, TypeError, "k must be an int, got float"),
     ({"labels": 1}, TypeError, "linear_topk has no keyword labels"),
     ({"workspace_bytes": 10}, ValueError, "workspace_bytes must be at least "),

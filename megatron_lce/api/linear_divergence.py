@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_lce.api.keywords import DivergenceLossOptions, DivergenceOptions
 from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, flat_per_token
 from megatron_lce.checks import validation
-from megatron_lce.checks.together import check_keywords, checked_together, shaped
+from megatron_lce.checks.together import check_keywords, checked_together, reshape_outputs
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import wait_if_async
 from megatron_lce.core.divergence_types import KINDS, Head, Kind, LinearDivergenceOutput
@@ -33,7 +33,7 @@ from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.token_loss import Metrics, TokenLossFunction
 from megatron_lce.core.two_heads import TwoHeads, divergence_forward, divergences_with_gradient
 
-_OWN: dict[str, Any] = {  # keywords besides `Options`, and their defaults
+_DEFAULTS: dict[str, Any] = {  # keywords besides `Options`, and their defaults
     "beta": 0.5,
     "student_logits_scale": 1.0,
     "teacher_logits_scale": 1.0,
@@ -42,7 +42,7 @@ _OWN: dict[str, Any] = {  # keywords besides `Options`, and their defaults
     "teacher_temperature": None,
     "return_student": False,
 }
-_SHARED = DivergenceOptions.__optional_keys__ - _OWN.keys() - {"labels"}
+_SHARED_KEYWORDS = DivergenceOptions.__optional_keys__ - _DEFAULTS.keys() - {"labels"}
 
 
 class DivergenceLoss(NamedTuple):
@@ -95,8 +95,10 @@ def linear_divergence(
         TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in backward with `create_graph=True`.
     """
-    given = {"kinds": kinds, **options}
-    call, heads = _prepared("linear_divergence", student_hidden, student_weight, teacher_hidden, teacher_weight, given)
+    keywords = {"kinds": kinds, **options}
+    call, heads = _prepare(
+        "linear_divergence", student_hidden, student_weight, teacher_hidden, teacher_weight, keywords
+    )
     return _divergences(call, heads)
 
 
@@ -110,8 +112,8 @@ def linear_jsd(
     **options: Unpack[DivergenceOptions],
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
     """`linear_divergence` of the one kind "jsd": its tensor; with `return_student` a tuple of it and `student`."""
-    given = {"kinds": ("jsd",), **options}
-    call, heads = _prepared("linear_jsd", student_hidden, student_weight, teacher_hidden, teacher_weight, given)
+    keywords = {"kinds": ("jsd",), **options}
+    call, heads = _prepare("linear_jsd", student_hidden, student_weight, teacher_hidden, teacher_weight, keywords)
     out = _divergences(call, heads)
     return out.jsd if out.student is None else (out.jsd, out.student)
 
@@ -148,52 +150,54 @@ def linear_divergence_loss(
     Raises:
         TypeError, ValueError, RuntimeError: as in `linear_token_loss`.
     """
-    name, given = "linear_divergence_loss", {"kinds": kinds, **options, "labels": labels}
+    name, keywords = "linear_divergence_loss", {"kinds": kinds, **options, "labels": labels}
     per_token = tuple(wait_if_async(tensor) for tensor in per_token)
-    of_loss = loss, per_token
-    call, heads = _prepared(name, student_hidden, student_weight, teacher_hidden, teacher_weight, given, of_loss)
-    with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
+    loss_args = loss, per_token
+    call, heads = _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords, loss_args)
+    needs_grad = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
     with without_autocast(call.hidden.device, name):
-        _, summed, _ = divergence_forward(call, heads, loss, flat_per_token(call, per_token), with_gradient)
-        assert summed is not None
+        _, results, _ = divergence_forward(call, heads, loss, flat_per_token(call, per_token), needs_grad)
+        assert results is not None
         with torch.no_grad():
-            unless_nan = check_tokens_apart(loss, *summed.sample(), instead="linear_divergence")
-    loss_sum = attach_gradients(summed.loss_sum, summed.head_grads, call, name)
+            one_or_nan = check_tokens_apart(loss, *results.sample(), alternative="linear_divergence")
+    loss_sum = attach_gradients(results.loss_sum, results.head_grads, call, name)
     # A factor of NaN makes the gradients NaN, too, because backward multiplies the upstream gradient by it.
-    return DivergenceLoss(loss_sum * unless_nan, *shaped((summed.outputs, summed.metrics), call.shape))
+    return DivergenceLoss(loss_sum * one_or_nan, *reshape_outputs((results.outputs, results.metrics), call.shape))
 
 
 def _divergences(call: Call, heads: TwoHeads) -> LinearDivergenceOutput:
     with without_autocast(call.hidden.device, "linear_divergence forward"):
         divergences = divergence_forward(call, heads)
-    return shaped(divergences_with_gradient(divergences, call, heads), call.shape)
+    return reshape_outputs(divergences_with_gradient(divergences, call, heads), call.shape)
 
 
-def _prepared(
+def _prepare(
     name: str,
     student_hidden: Tensor,
     student_weight: Tensor,
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
-    given: dict[str, Any],
-    of_loss: tuple[TokenLossFunction, tuple[Tensor, ...]] | None = None,
+    keywords: dict[str, Any],
+    loss_args: tuple[TokenLossFunction, tuple[Tensor, ...]] | None = None,
 ) -> tuple[Call, TwoHeads]:
-    """Check the arguments, and lay them out; `of_loss`: the caller's loss and its tensors per token."""
-    own = {keyword: given.pop(keyword, default) for keyword, default in _OWN.items()}
-    kinds, labels, beta = given.pop("kinds"), given.pop("labels", None), own["beta"]
+    """Check the arguments, and lay them out; `loss_args`: the caller's loss and its tensors per token."""
+    extra = {keyword: keywords.pop(keyword, default) for keyword, default in _DEFAULTS.items()}
+    kinds, labels, beta = keywords.pop("kinds"), keywords.pop("labels", None), extra["beta"]
     teacher_hidden, teacher_weight = wait_if_async(teacher_hidden), wait_if_async(teacher_weight)
-    own["teacher_temperature"] = wait_if_async(own["teacher_temperature"])
-    options = Options(entropy=False, **{key: value for key, value in given.items() if key in _SHARED})
-    described = {
-        **own,
+    extra["teacher_temperature"] = wait_if_async(extra["teacher_temperature"])
+    options = Options(entropy=False, **{key: value for key, value in keywords.items() if key in _SHARED_KEYWORDS})
+    compared = {
+        **extra,
         "kinds": kinds,
-        "teacher_hidden": validation.kind_of(teacher_hidden),
-        "teacher_weight": validation.kind_of(teacher_weight),
+        "teacher_hidden": validation.describe_tensor(teacher_hidden),
+        "teacher_weight": validation.describe_tensor(teacher_weight),
         "beta": int(beta) if isinstance(beta, int | float) and beta in (0, 1) else beta,  # two kinds of their own
     }
     names = ("student_hidden", "student_weight", "labels")
-    with checked_together(name, student_hidden, student_weight, labels, options, names=names, own=described) as checks:
-        check_keywords(name, given, DivergenceOptions)
+    with checked_together(
+        name, student_hidden, student_weight, labels, options, names=names, compared=compared
+    ) as checks:
+        check_keywords(name, keywords, DivergenceOptions)
         shape = checks.head()
         for role, hidden, weight in (
             ("student", student_hidden, student_weight),
@@ -202,46 +206,46 @@ def _prepared(
             validation.check_tensor(f"{role}_hidden", hidden)
             validation.check_tensor(f"{role}_weight", weight)
             validation.check_head(f"{role}_hidden", hidden, f"{role}_weight", weight, fp32_weight=False)
-            validation.check_number(f"{role}_logits_scale", own[f"{role}_logits_scale"])
-            if own[f"{role}_softcap"] is not None:
-                validation.check_number(f"{role}_softcap", own[f"{role}_softcap"], positive=True)
+            validation.check_number(f"{role}_logits_scale", extra[f"{role}_logits_scale"])
+            if extra[f"{role}_softcap"] is not None:
+                validation.check_number(f"{role}_softcap", extra[f"{role}_softcap"], positive=True)
         device, num_rows = student_hidden.device, len(student_weight)
-        tokens, of_teacher = tuple(student_hidden.shape[:-1]), tuple(teacher_hidden.shape[:-1])
-        wanted = "hold as many rows of the vocabulary as student_weight"
+        student_shape, teacher_shape = tuple(student_hidden.shape[:-1]), tuple(teacher_hidden.shape[:-1])
+        requirement = "hold as many rows of the vocabulary as student_weight"
         validation.check_same("teacher_hidden", "be on student_hidden's device", device, teacher_hidden.device)
-        validation.check_same("teacher_hidden", "have student_hidden's shape but for H", tokens, of_teacher)
-        validation.check_same("teacher_weight", wanted, num_rows, len(teacher_weight))
-        if own["teacher_temperature"] is not None:
-            validation.check_temperature(own["teacher_temperature"], shape, device, "teacher_temperature")
+        validation.check_same("teacher_hidden", "have student_hidden's shape but for H", student_shape, teacher_shape)
+        validation.check_same("teacher_weight", requirement, num_rows, len(teacher_weight))
+        if extra["teacher_temperature"] is not None:
+            validation.check_temperature(extra["teacher_temperature"], shape, device, "teacher_temperature")
         is_sequence = isinstance(kinds, Sequence) and not isinstance(kinds, str)
         validation.require(is_sequence, "kinds", "be a sequence of names", type(kinds).__name__, TypeError)
         validation.require(len(kinds) > 0, "kinds", "name at least one divergence", kinds)
         for kind in kinds:
             validation.check_choice("kinds", kind, KINDS)
         validation.check_fraction("beta", beta)
-        validation.check_flag("return_student", own["return_student"])
-        has_labels = labels is not None or not own["return_student"]
+        validation.check_bool("return_student", extra["return_student"])
+        has_labels = labels is not None or not extra["return_student"]
         validation.require(has_labels, "labels", "be given for return_student", None)
-        if of_loss is not None:
-            check_loss(*of_loss, shape, device)
+        if loss_args is not None:
+            check_loss(*loss_args, shape, device)
         no_labels = None  # `checks` has those that were given
-        if labels is None and of_loss is None:
+        if labels is None and loss_args is None:
             no_labels = checks.hidden.new_full(shape, int(options.ignore_index == 0), dtype=torch.int64)
         checks.rest(no_labels)
         for role, of in (("student", "temperature"), ("teacher", "teacher_temperature")):
-            of = of if own.get(of) is not None else "temperature"
-            numbers = own[f"{role}_logits_scale"], own[f"{role}_softcap"], own.get(of, options.temperature)
+            of = of if extra.get(of) is not None else "temperature"
+            numbers = extra[f"{role}_logits_scale"], extra[f"{role}_softcap"], extra.get(of, options.temperature)
             validation.check_quotients(*numbers, f"{role}_", of)
     call = replace(checks.call(), matmul=matmul)
-    step, temperature = 16 // teacher_hidden.element_size(), own["teacher_temperature"]
-    hidden = aligned_rows(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step)
-    weight = aligned_rows(teacher_weight.detach().contiguous(), step)
+    alignment, temperature = 16 // teacher_hidden.element_size(), extra["teacher_temperature"]
+    hidden = aligned_rows(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), alignment)
+    weight = aligned_rows(teacher_weight.detach().contiguous(), alignment)
     heads = TwoHeads(
-        student=Head(call.hidden, call.weight, float(own["student_logits_scale"]), own["student_softcap"]),
-        teacher=Head(hidden, weight, float(own["teacher_logits_scale"]), own["teacher_softcap"]),
+        student=Head(call.hidden, call.weight, float(extra["student_logits_scale"]), extra["student_softcap"]),
+        teacher=Head(hidden, weight, float(extra["teacher_logits_scale"]), extra["teacher_softcap"]),
         kinds=tuple(dict.fromkeys(kinds)),
         beta=float(beta),
         teacher_temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
-        return_student=own["return_student"],
+        return_student=extra["return_student"],
     )
     return call, heads

@@ -45,9 +45,9 @@ def linear_logits_at(
         RuntimeError: in backward with `create_graph=True`.
     """
     name, ids, offsets = "linear_logits_at", wait_if_async(ids), wait_if_async(offsets)
-    own = {"ids": ids, "offsets": type(offsets).__name__}
+    compared = {"ids": ids, "offsets": type(offsets).__name__}
     call_options = keyword_options(options, HeadGradientOptions, entropy=False)
-    with checked_together(name, hidden, weight, None, call_options, own=own) as checks:
+    with checked_together(name, hidden, weight, None, call_options, compared=compared) as checks:
         check_keywords(name, options, HeadGradientOptions)
         shape = checks.head()
         check_ids(ids, offsets, shape, hidden.device)
@@ -73,5 +73,5 @@ def check_ids(ids: Tensor, offsets: Tensor | None, shape: tuple[int, ...], devic
         return
     num_tokens = torch.Size(shape).numel()
     validation.require(ids.dim() == 1, "ids", "be [M] beside offsets", tuple(ids.shape))
-    shape, wanted = tuple(offsets.shape), f"be [N + 1] for the {num_tokens} tokens"
-    validation.require(shape == (num_tokens + 1,), "offsets", wanted, shape)
+    shape, requirement = tuple(offsets.shape), f"be [N + 1] for the {num_tokens} tokens"
+    validation.require(shape == (num_tokens + 1,), "offsets", requirement, shape)

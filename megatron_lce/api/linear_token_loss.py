@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_lce.api.keywords import TokenLossOptions
 from megatron_lce.checks import validation
-from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, shaped
+from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, reshape_outputs
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_cuda_graph_capturing, wait_if_async
 from megatron_lce.core.eager import eager
@@ -23,7 +23,7 @@ from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.token_loss import Metrics, TokenLossFunction, known_losses, token_losses
 
-_seen: set[frozenset[Any]] = set()  # code of losses that the host has checked to be per-token
+_codes: set[frozenset[Any]] = set()  # code of losses that the host has checked to be per-token
 
 
 class TokenLoss(NamedTuple):
@@ -99,9 +99,9 @@ def linear_token_loss(
     call = checks.call()
     loss_sum, results = token_losses(name, call, loss, flat_per_token(call, per_token))
     with torch.no_grad(), without_autocast(hidden.device, name):
-        unless_nan = check_tokens_apart(loss, *results.sample())
+        one_or_nan = check_tokens_apart(loss, *results.sample())
     # A factor of NaN makes the gradients NaN, too, because backward multiplies the upstream gradient by it.
-    return TokenLoss(loss_sum * unless_nan, *shaped((results.outputs, results.metrics), call.shape))
+    return TokenLoss(loss_sum * one_or_nan, *reshape_outputs((results.outputs, results.metrics), call.shape))
 
 
 def linear_token_losses(
@@ -127,15 +127,15 @@ def linear_token_losses(
     with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
         checks.all()
     call = checks.call()
-    return shaped(known_losses(name, call, loss, upstream_check), call.shape)
+    return reshape_outputs(known_losses(name, call, loss, upstream_check), call.shape)
 
 
 def check_loss(
     loss: TokenLossFunction, per_token: tuple[Tensor, ...], shape: tuple[int, ...], device: torch.device
 ) -> None:
     """Check a caller's loss, and its tensors per token."""
-    wanted = "be a function of the outputs and of per_token"
-    validation.require(callable(loss), "loss", wanted, type(loss).__name__, TypeError)
+    requirement = "be a function of the outputs and of per_token"
+    validation.require(callable(loss), "loss", requirement, type(loss).__name__, TypeError)
     for i, tensor in enumerate(per_token):
         validation.check_per_token(f"per_token[{i}]", tensor, shape, device, further=True)
 
@@ -150,7 +150,7 @@ def check_tokens_apart(
     among_all: Tensor,
     among_some: Tensor,
     among_others: Tensor,
-    instead: str = "linear_cross_entropy",
+    alternative: str = "linear_cross_entropy",
 ) -> Tensor:
     """Return 1, or NaN if losses depend on other tokens.
 
@@ -160,40 +160,40 @@ def check_tokens_apart(
     # In the same place of tensors of the same shape, all but a few functions give the same bits.
     same &= torch.isclose(among_some, among_others, rtol=2**-20, atol=2**-22, equal_nan=True)
     code = code_of(loss)
-    if code not in _seen and not is_cuda_graph_capturing():
+    if code not in _codes and not is_cuda_graph_capturing():
         if not same.all():
             token = int((~same).nonzero()[0])
             all_of_them, some, others = (float(losses[token]) for losses in (among_all, among_some, among_others))
             raise ValueError(
                 "loss must treat each token for itself, because blocks are cut arbitrarily, "
                 f"got {all_of_them:.6g} for a token among all, {some:.6g} among some of them, {others:.6g} among "
-                f"others: pass per token what depends on others (a mean, a maximum), or use {instead}"
+                f"others: pass per token what depends on others (a mean, a maximum), or use {alternative}"
             )
-        _seen.add(code)
+        _codes.add(code)
     return among_all.new_ones(()).masked_fill_(~same.all(), torch.nan)
 
 
 def code_of(loss: TokenLossFunction) -> frozenset[Any]:
     """Return the code of a loss and of the functions inside it, which a decorator, a closure or an object calls."""
-    found: set[Any] = set()
-    left: list[Any] = [loss]
+    codes: set[Any] = set()
+    pending: list[Any] = [loss]
     seen: set[int] = set()
-    while left:
-        inner = left.pop()
+    while pending:
+        inner = pending.pop()
         if id(inner) in seen or not callable(inner) or isinstance(inner, type):
             continue
         seen.add(id(inner))
-        found.add(getattr(inner, "__code__", type(inner)))
+        codes.add(getattr(inner, "__code__", type(inner)))
         if isinstance(inner, functools.partial):
-            left += [inner.func, *inner.args, *inner.keywords.values()]
+            pending += [inner.func, *inner.args, *inner.keywords.values()]
         elif isinstance(inner, MethodType):
-            left += [inner.__func__, inner.__self__]
+            pending += [inner.__func__, inner.__self__]
         elif hasattr(inner, "__wrapped__"):  # torch.compile's closure holds the compiler
-            left.append(inner.__wrapped__)
+            pending.append(inner.__wrapped__)
         elif isinstance(inner, FunctionType):
             for cell in inner.__closure__ or ():
                 with contextlib.suppress(ValueError):  # empty
-                    left.append(cell.cell_contents)
+                    pending.append(cell.cell_contents)
         else:
-            left += vars(inner).values() if hasattr(inner, "__dict__") else ()
-    return frozenset(found)
+            pending += vars(inner).values() if hasattr(inner, "__dict__") else ()
+    return frozenset(codes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lce.api.keywords import HeadOptions
 from megatron_lce.checks import validation
-from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, shaped
+from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, reshape_outputs
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
 from megatron_lce.core.eager import eager
@@ -25,11 +25,11 @@ from megatron_lce.core.rows import softcap_scale
 from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT
 from megatron_lce.core.tokens import tokens_in_blocks
 
-MOST = 1024
-_FEW = 8  # columns of a group
-_GROUPS = CHUNK_COLUMNS // _FEW  # of a chunk
-_LOW = 2**32 - 1  # mask of a key's half that holds an id, the lowest as the largest
-_NOTHING = -(2**63)  # a key below any logit's
+MAX_K = 1024
+_GROUP_COLUMNS = 8  # columns of a group
+_GROUPS = CHUNK_COLUMNS // _GROUP_COLUMNS  # of a chunk
+_ID_MASK = 2**32 - 1  # mask of a key's half that holds an id, the lowest as the largest
+_EMPTY_KEY = -(2**63)  # a key below any logit's
 
 
 class TopK(NamedTuple):
@@ -69,18 +69,18 @@ def linear_topk(
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
     """
-    name, own = "linear_topk", {"k": k}
+    name, compared = "linear_topk", {"k": k}
     with torch.no_grad():
         call_options = keyword_options(options, HeadOptions, entropy=False)
-        with checked_together(name, hidden, weight, None, call_options, own=own) as checks:
+        with checked_together(name, hidden, weight, None, call_options, compared=compared) as checks:
             check_keywords(name, options, HeadOptions)
             shape = checks.head()
             validation.check_integer("k", k, minimum=1)
-            validation.require(k <= MOST, "k", f"be at most {MOST}", k)
+            validation.require(k <= MAX_K, "k", f"be at most {MAX_K}", k)
             checks.rest(checks.hidden.new_zeros(shape, dtype=torch.int64))
         call = checks.call()
         with without_autocast(call.hidden.device, name):
-            return shaped(_topk(call, k), call.shape)
+            return reshape_outputs(_topk(call, k), call.shape)
 
 
 def _topk(call: Call, k: int) -> TopK:
@@ -95,101 +95,103 @@ def _topk(call: Call, k: int) -> TopK:
     extremes, sums = logits.new_empty(2, num_tokens), columns.new_empty(1, num_tokens)
     for block in tokens.blocks():
         hidden = block.hidden.wait()
-        products = buffer[: hidden.shape[0] * stride].view(-1, stride)
-        _fill(products[:, : call.shard.num_columns], hidden, call, product_columns)
-        of_chunks, largest, places = _select(products, rows.scale[block.row_slice], call, k)
-        logits[block.row_slice, : largest.shape[1]] = largest
-        columns[block.row_slice, : places.shape[1]] = places
-        extremes[:, block.row_slice], sums[:, block.row_slice] = merged_over_group(of_chunks, call)
-        del products
+        raw_logits = buffer[: hidden.shape[0] * stride].view(-1, stride)
+        _fill(raw_logits[:, : call.shard.num_columns], hidden, call, product_columns)
+        stats, max_logits, col_index = _select(raw_logits, rows.scale[block.row_slice], call, k)
+        logits[block.row_slice, : max_logits.shape[1]] = max_logits
+        columns[block.row_slice, : col_index.shape[1]] = col_index
+        extremes[:, block.row_slice], sums[:, block.row_slice] = merged_over_group(stats, call)
+        del raw_logits
     del buffer
     max_logit, log_sum = extremes[0], (sums[0].float() * FIXED_POINT_UNIT).log2()
     log_sum.masked_fill_(log_sum.isneginf(), torch.nan)  # every logit is -inf
     lse, mass = (max_logit + log_sum) * rows.to_nats, torch.empty_like(log_sum)
-    of_token = 64 * k * collectives.group_size(call.options.tp_group)
-    for part in slices(num_tokens, max(1, call.options.workspace_bytes // of_token)):
-        keys = _largest_keys(logits[part], columns[part], call)
-        none, bits = keys == _NOTHING, _ordered_bits((keys >> 32).int())
+    token_bytes = 64 * k * collectives.group_size(call.options.tp_group)
+    for token_slice in slices(num_tokens, max(1, call.options.workspace_bytes // token_bytes)):
+        keys = _largest_keys(logits[token_slice], columns[token_slice], call)
+        none, bits = keys == _EMPTY_KEY, _ordered_bits((keys >> 32).int())
         log_p = bits.view(torch.float32).masked_fill_(none, -torch.inf)
-        log_p = log_p.sub_(max_logit[part, None]).sub_(log_sum[part, None])
-        logits[part] = log_p.mul_(rows.to_nats[part, None])
-        columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
-        mass[part] = log_p.exp_().sum(dim=1)
+        log_p = log_p.sub_(max_logit[token_slice, None]).sub_(log_sum[token_slice, None])
+        logits[token_slice] = log_p.mul_(rows.to_nats[token_slice, None])
+        columns[token_slice] = (_ID_MASK - (keys & _ID_MASK)).masked_fill_(none | lse[token_slice, None].isnan(), -1)
+        mass[token_slice] = log_p.exp_().sum(dim=1)
     return TopK(*(tokens.row_index.scatter(result) for result in (logits, columns, lse, mass)))
 
 
 def _plan(call: Call, k: int) -> tuple[int, int]:
     """Return the tokens of a block, and the columns of one product, whose weight may need an fp32 copy."""
     options, stride, num_tokens = call.options, round_up(call.size.max_columns, CHUNK_COLUMNS), call.labels.shape[0]
-    row, copies = 4 * call.hidden.shape[1], copies_to_fp32(call.hidden) or call.hidden.dtype != call.weight.dtype
-    of_column = row if copies_to_fp32(call.weight) else 0
+    row_bytes, copies = 4 * call.hidden.shape[1], copies_to_fp32(call.hidden) or call.hidden.dtype != call.weight.dtype
+    column_bytes = row_bytes if copies_to_fp32(call.weight) else 0
     all_chunks = stride // CHUNK_COLUMNS
     chunks = min(k, all_chunks)
-    of_token = (4 if options.logits_dtype is None else 6) * stride + (row if copies else 0)  # products, hidden
-    of_token += 40 * all_chunks + 16 * CHUNK_COLUMNS  # statistics
-    of_token += (4 * CHUNK_COLUMNS + 24 * _GROUPS) * chunks + 36 * _FEW * min(k, chunks * _GROUPS)  # the selection
+    token_bytes = (4 if options.logits_dtype is None else 6) * stride + (row_bytes if copies else 0)  # products, hidden
+    token_bytes += 40 * all_chunks + 16 * CHUNK_COLUMNS  # statistics
+    # The selection.
+    token_bytes += (4 * CHUNK_COLUMNS + 24 * _GROUPS) * chunks + 36 * _GROUP_COLUMNS * min(k, chunks * _GROUPS)
     ranks = num_tokens // call.hidden.shape[0] if options.sequence_parallel and num_tokens else 1
-    of_chunk, of_tokens = CHUNK_COLUMNS * of_column, of_token * ranks  # a block has as many tokens of every rank
-    if options.workspace_bytes < of_tokens + of_chunk:
-        least, given = of_tokens + of_chunk, options.workspace_bytes
-        raise ValueError(f"workspace_bytes must be at least {least} for this head, got {given}")
-    most = (options.workspace_bytes - of_chunk) // of_tokens * ranks
-    block_tokens = min(most // (MIN_TOKENS * ranks) * MIN_TOKENS * ranks or most, max(num_tokens, 1))
-    left = options.workspace_bytes - block_tokens * of_token
-    return block_tokens, left // of_chunk * CHUNK_COLUMNS if of_column else stride
+    # A block has as many tokens of every rank.
+    chunk_bytes, ranks_bytes = CHUNK_COLUMNS * column_bytes, token_bytes * ranks
+    if options.workspace_bytes < ranks_bytes + chunk_bytes:
+        min_bytes, workspace_bytes = ranks_bytes + chunk_bytes, options.workspace_bytes
+        raise ValueError(f"workspace_bytes must be at least {min_bytes} for this head, got {workspace_bytes}")
+    max_tokens = (options.workspace_bytes - chunk_bytes) // ranks_bytes * ranks
+    block_tokens = min(max_tokens // (MIN_TOKENS * ranks) * MIN_TOKENS * ranks or max_tokens, max(num_tokens, 1))
+    free_bytes = options.workspace_bytes - block_tokens * token_bytes
+    return block_tokens, free_bytes // chunk_bytes * CHUNK_COLUMNS if column_bytes else stride
 
 
-def _fill(products: Tensor, hidden: Tensor, call: Call, product_columns: int) -> None:
-    """Write the products of hidden with this shard's columns, rounded if asked for, or the tanh of a softcap."""
+def _fill(raw_logits: Tensor, hidden: Tensor, call: Call, product_columns: int) -> None:
+    """Write the raw logits of hidden with this shard's columns, rounded if asked for, or the tanh of a softcap."""
     dtype, cap = call.options.logits_dtype, softcap_scale(call.options)
     # fp32 inputs are multiplied 256 of H at a time, because one running sum over a long H loses digits.
     step = 256 if hidden.dtype == torch.float32 else hidden.shape[1]
-    for columns in slices(products.shape[1], product_columns):
-        for inner in slices(hidden.shape[1], step):
-            weight = call.weight[columns, inner]
-            matmul(hidden[:, inner], weight.T, products[:, columns], accumulate=inner.start > 0)
+    for col_slice in slices(raw_logits.shape[1], product_columns):
+        for h_slice in slices(hidden.shape[1], step):
+            weight = call.weight[col_slice, h_slice]
+            matmul(hidden[:, h_slice], weight.T, raw_logits[:, col_slice], accumulate=h_slice.start > 0)
     if dtype is not None:
-        products.copy_(products.to(dtype))
+        raw_logits.copy_(raw_logits.to(dtype))
     if cap is not None:
-        products.mul_(cap).tanh_()
+        raw_logits.mul_(cap).tanh_()
 
 
-def _select(products: Tensor, scale: Tensor, call: Call, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _select(raw_logits: Tensor, scale: Tensor, call: Call, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return statistics of every chunk, and each row's largest logits and their columns, [n, k] or fewer.
 
-    products [n, C] hold whole chunks, whose last columns may lie past the vocabulary's end.
+    raw_logits [n, C] hold whole chunks, whose last columns may lie past the vocabulary's end.
     """
-    num_tokens, num_columns = products.shape[0], call.shard.num_columns
-    stats = call.backend.chunk_stats_of_logits(products[:, :num_columns], scale)
-    chunks = _places_of_largest(stats[:, 0].T, k)
-    logits = products.view(num_tokens, -1, CHUNK_COLUMNS).take_along_dim(chunks[:, :, None], 1)
+    num_tokens, num_columns = raw_logits.shape[0], call.shard.num_columns
+    stats = call.backend.chunk_stats_of_logits(raw_logits[:, :num_columns], scale)
+    chunks = _topk_indices(stats[:, 0].T, k)
+    logits = raw_logits.view(num_tokens, -1, CHUNK_COLUMNS).take_along_dim(chunks[:, :, None], 1)
     logits.mul_(scale[:, None, None])
-    if columns_of_last := num_columns % CHUNK_COLUMNS:
+    if last_columns := num_columns % CHUNK_COLUMNS:
         is_last = chunks == num_columns // CHUNK_COLUMNS
-        logits[..., columns_of_last:].masked_fill_(is_last[:, :, None], -torch.inf)
-    logits = logits.view(num_tokens, -1, _FEW)
-    groups = _places_of_largest(logits.amax(dim=2), k)
+        logits[..., last_columns:].masked_fill_(is_last[:, :, None], -torch.inf)
+    logits = logits.view(num_tokens, -1, _GROUP_COLUMNS)
+    groups = _topk_indices(logits.amax(dim=2), k)
     logits = logits.take_along_dim(groups[:, :, None], 1).flatten(1)
-    first = chunks.gather(1, groups // _GROUPS) * CHUNK_COLUMNS + groups % _GROUPS * _FEW
-    columns = (first[:, :, None] + torch.arange(_FEW, dtype=torch.int64, device=first.device)).flatten(1)
-    places = _places_of_largest(logits, k)
-    return stats, logits.gather(1, places), columns.gather(1, places)
+    first = chunks.gather(1, groups // _GROUPS) * CHUNK_COLUMNS + groups % _GROUPS * _GROUP_COLUMNS
+    columns = (first[:, :, None] + torch.arange(_GROUP_COLUMNS, dtype=torch.int64, device=first.device)).flatten(1)
+    top_index = _topk_indices(logits, k)
+    return stats, logits.gather(1, top_index), columns.gather(1, top_index)
 
 
-def _places_of_largest(values: Tensor, k: int) -> Tensor:
-    """Return the ascending places [n, k] of each row's largest values [n, C]; on ties the first ones."""
+def _topk_indices(values: Tensor, k: int) -> Tensor:
+    """Return the ascending indices [n, k] of each row's largest values [n, C]; on ties the first ones."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
 
 
 def _largest_keys(logits: Tensor, columns: Tensor, call: Call) -> Tensor:
-    """Return int64 keys [n, k] of the group's largest logits, in order; `_NOTHING` where there are fewer.
+    """Return int64 keys [n, k] of the group's largest logits, in order; `_EMPTY_KEY` where there are fewer.
 
     Keys are ordered by logit, and on ties the lowest id is the largest; no two are equal.
     """
     (num_tokens, k), group = logits.shape, call.options.tp_group
     bits = _ordered_bits((logits + 0.0).view(torch.int32))  # -0.0 is 0.0
-    keys = bits.long().bitwise_left_shift_(32).add_(_LOW - (columns + call.shard.start))
-    keys.masked_fill_(columns >= call.shard.num_columns, _NOTHING)
+    keys = bits.long().bitwise_left_shift_(32).add_(_ID_MASK - (columns + call.shard.start))
+    keys.masked_fill_(columns >= call.shard.num_columns, _EMPTY_KEY)
     if group is not None:
         keys = collectives.all_gather_stack(keys, group).permute(1, 0, 2).reshape(num_tokens, -1)
     return keys.sort(dim=1, descending=True).values[:, :k]

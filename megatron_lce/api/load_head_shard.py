@@ -61,15 +61,15 @@ def load_head_shard(
         shape = tuple(matrix.get_shape())
         require(len(shape) == 2, name, "be [V, H]", shape)
         rows, hidden_size = shape
-        total = rows if padded_vocab_size is None else padded_vocab_size
+        padded_rows = rows if padded_vocab_size is None else padded_vocab_size
         got = f"{padded_vocab_size}: the checkpoint has {rows} rows"
-        require(total % ranks == 0, "padded_vocab_size", f"be a multiple of ranks, {ranks}", got)
-        start = rank * (total // ranks)
-        part = matrix[min(start, rows) : min(start + total // ranks, rows)]
-        require(part.dtype in DTYPES, name, "be float32, bfloat16 or float16", part.dtype, TypeError)
-        shard = torch.empty(total // ranks, hidden_size, dtype=part.dtype, device="cpu")
-        shard[: len(part)] = part
-        shard[len(part) :] = 0
+        require(padded_rows % ranks == 0, "padded_vocab_size", f"be a multiple of ranks, {ranks}", got)
+        start = rank * (padded_rows // ranks)
+        local_rows = matrix[min(start, rows) : min(start + padded_rows // ranks, rows)]
+        require(local_rows.dtype in DTYPES, name, "be float32, bfloat16 or float16", local_rows.dtype, TypeError)
+        shard = torch.empty(padded_rows // ranks, hidden_size, dtype=local_rows.dtype, device="cpu")
+        shard[: len(local_rows)] = local_rows
+        shard[len(local_rows) :] = 0
     return shard
 
 
@@ -81,27 +81,27 @@ def _files_of_tensors(path: Path, safe_open: Any) -> Mapping[str, Path]:
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"checkpoint must be or hold .safetensors files, got {path}")
-    found: dict[str, Path] = {}
+    files_by_name: dict[str, Path] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            found |= dict.fromkeys(opened.keys(), file)
-    return found
+            files_by_name |= dict.fromkeys(opened.keys(), file)
+    return files_by_name
 
 
 def _name_of_head(path: Path, names: Mapping[str, Path]) -> str:
     """Return the name of the head's weight, or of the embedding that it is tied to."""
-    for kinds in ((_HEAD,), _EMBEDDINGS):
-        found = sorted(name for name in names if any(f".{name}".endswith(f".{kind}") for kind in kinds))
-        if len(found) > 1:  # multi-token prediction may hold a copy
-            found = [name for name in found if ".layers." not in name] or found
-        if len(found) > 1:
-            raise ValueError(f"checkpoint must have one LM head, got {', '.join(found)} in {path}")
-        if found and kinds != (_HEAD,) and _says_untied(path):
+    for endings in ((_HEAD,), _EMBEDDINGS):
+        matches = sorted(name for name in names if any(f".{name}".endswith(f".{ending}") for ending in endings))
+        if len(matches) > 1:  # multi-token prediction may hold a copy
+            matches = [name for name in matches if ".layers." not in name] or matches
+        if len(matches) > 1:
+            raise ValueError(f"checkpoint must have one LM head, got {', '.join(matches)} in {path}")
+        if matches and endings != (_HEAD,) and _says_untied(path):
             break
-        if found:
-            return found[0]
-    wanted = f"have {_HEAD}, or the embedding that it is tied to"
-    raise ValueError(f"checkpoint must {wanted}, got {len(names)} other tensors in {path}")
+        if matches:
+            return matches[0]
+    requirement = f"have {_HEAD}, or the embedding that it is tied to"
+    raise ValueError(f"checkpoint must {requirement}, got {len(names)} other tensors in {path}")
 
 
 def _says_untied(path: Path) -> bool:

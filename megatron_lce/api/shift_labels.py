@@ -42,8 +42,8 @@ def shift_labels(
     if mask is not None:
         validation.check_is_tensor("mask", mask)
         validation.check_same("mask", "have tokens' shape", tuple(tokens.shape), tuple(mask.shape))
-    given = cu_seqlens is not None or cu_seqlens_padded is None
-    require(given, "cu_seqlens", "be given with cu_seqlens_padded", None)
+    has_bounds = cu_seqlens is not None or cu_seqlens_padded is None
+    require(has_bounds, "cu_seqlens", "be given with cu_seqlens_padded", None)
     length = tokens.shape[1]
     positions = torch.arange(length, dtype=torch.int64, device=tokens.device)
     has_next = (positions < length - 1).expand_as(tokens)
@@ -55,9 +55,9 @@ def shift_labels(
             num_bounds = len(cu_seqlens), len(cu_seqlens_padded)
             validation.check_same("cu_seqlens_padded", "have as many bounds as cu_seqlens", *num_bounds)
             if _on_host(cu_seqlens) and _on_host(cu_seqlens_padded):
-                own, places = cu_seqlens.diff(), cu_seqlens_padded.diff()
-                if (longer := own > places).any():
-                    got = f"a sequence of {int(own[longer][0])} in {int(places[longer][0])}"
+                sizes, padded_sizes = cu_seqlens.diff(), cu_seqlens_padded.diff()
+                if (longer := sizes > padded_sizes).any():
+                    got = f"a sequence of {int(sizes[longer][0])} in {int(padded_sizes[longer][0])}"
                     raise ValueError(f"cu_seqlens must fit into cu_seqlens_padded, got {got}")
             lengths = torch.minimum(lengths, bounds.diff())
         # Positions outside all sequences take the first or the last one, which ends before them.

@@ -55,11 +55,11 @@ def support_logprobs(
     labels, ids, offsets = wait_if_async(labels), wait_if_async(ids), wait_if_async(offsets)
     name, compared = "support_logprobs", {"entropy": entropy, "empty_rows": empty_rows}
     call_options = keyword_options(options, HeadGradientOptions, entropy=False, ignore_index=ignore_index)
-    with checked_together(name, hidden, weight, labels, call_options, own=compared) as checks:
+    with checked_together(name, hidden, weight, labels, call_options, compared=compared) as checks:
         check_keywords(name, options, HeadGradientOptions)
         shape = checks.head()
-        validation.check_flag("entropy", entropy)
-        validation.check_flag("empty_rows", empty_rows)
+        validation.check_bool("entropy", entropy)
+        validation.check_bool("empty_rows", empty_rows)
         validation.check_label_tensor(labels)
         validation.check_tensor("offsets", offsets)
         check_ids(ids, offsets, shape, hidden.device)

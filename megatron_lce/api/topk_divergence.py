@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_lce.checks.validation import check_choice, check_fraction
 
-_LEAST = 1e-30  # the least probability of a tail
+_MIN_TAIL = 1e-30  # the least probability of a tail
 
 
 def topk_divergence(
@@ -53,8 +53,10 @@ def topk_divergence(
         raise ValueError(f"student_logprobs and teacher_logprobs must have one shape, [..., K], got {got}")
     if kind == "jsd":
         kind = "forward" if beta == 0 else "reverse" if beta == 1 else kind
-    counts = ~teacher_logprobs.isneginf()
-    teacher, student = (_with_tail(one.float(), counts, tail) for one in (teacher_logprobs.detach(), student_logprobs))
+    teacher_mask = ~teacher_logprobs.isneginf()
+    teacher, student = (
+        _with_tail(logprobs.float(), teacher_mask, tail) for logprobs in (teacher_logprobs.detach(), student_logprobs)
+    )
     p_teacher, p_student = teacher.exp(), student.exp()
     finite = student.masked_fill(student.isneginf(), 0.0)  # its factor p_student is 0 there, and 0 log 0 is 0
     if kind == "forward":
@@ -62,18 +64,18 @@ def topk_divergence(
     elif kind == "reverse":
         terms = p_student * (finite - teacher)
     else:
-        mixture = (beta * p_teacher + (1 - beta) * p_student).clamp(min=_LEAST).log()
+        mixture = (beta * p_teacher + (1 - beta) * p_student).clamp(min=_MIN_TAIL).log()
         terms = beta * p_teacher * (teacher - mixture) + (1 - beta) * p_student * (finite - mixture)
     if tail == "bin":
-        counts = torch.nn.functional.pad(counts, (0, 1), value=True)
-    return torch.where(counts, terms, 0.0).sum(dim=-1)
+        teacher_mask = torch.nn.functional.pad(teacher_mask, (0, 1), value=True)
+    return torch.where(teacher_mask, terms, 0.0).sum(dim=-1)
 
 
-def _with_tail(logprobs: Tensor, counts: Tensor, tail: str) -> Tensor:
+def _with_tail(logprobs: Tensor, teacher_mask: Tensor, tail: str) -> Tensor:
     """Return finite logprobs [..., K], or [..., K + 1] with a bin, renormalised if asked for; 0 where none counts."""
     # In fp64: where p is near 1, an fp32 sum of probabilities loses the rest.
-    p = torch.where(counts, logprobs, -torch.inf).double().exp().sum(dim=-1, keepdim=True)
-    logprobs = torch.where(counts, logprobs, 0.0)
+    p = torch.where(teacher_mask, logprobs, -torch.inf).double().exp().sum(dim=-1, keepdim=True)
+    logprobs = torch.where(teacher_mask, logprobs, 0.0)
     if tail == "bin":
-        return torch.cat([logprobs, (1 - p).clamp(min=_LEAST).log().float()], dim=-1)
-    return logprobs if tail == "drop" else logprobs - p.clamp(min=_LEAST).log().float()
+        return torch.cat([logprobs, (1 - p).clamp(min=_MIN_TAIL).log().float()], dim=-1)
+    return logprobs if tail == "drop" else logprobs - p.clamp(min=_MIN_TAIL).log().float()

@@ -12,7 +12,7 @@ from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div
 
 
-def localised(
+def to_local_tensors(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Options, int | None]:
     """Return this rank's own tensors, options with what placements imply, and the columns of the largest shard.
@@ -32,33 +32,40 @@ def localised(
     if mesh.ndim != 1 or hidden.device_mesh != mesh:
         got = f"{mesh} and {hidden.device_mesh}"
         raise ValueError(f"weight must lie on a mesh of one dimension and hidden on the same, got {got}")
-    (rows,) = weight.placements
-    (tokens,) = hidden.placements
-    require(rows.is_shard(0), "weight", "be placed as Shard(0), its vocabulary over the ranks", rows)
-    wanted = "be placed as Replicate(), or Shard(0) for sequence parallelism over its first dimension"
-    require(tokens.is_replicate() or tokens.is_shard(0), "hidden", wanted, f"{tokens}: redistribute it")
+    (weight_placement,) = weight.placements
+    (hidden_placement,) = hidden.placements
+    require(
+        weight_placement.is_shard(0), "weight", "be placed as Shard(0), its vocabulary over the ranks", weight_placement
+    )
+    requirement = "be placed as Replicate(), or Shard(0) for sequence parallelism over its first dimension"
+    require(
+        hidden_placement.is_replicate() or hidden_placement.is_shard(0),
+        "hidden",
+        requirement,
+        f"{hidden_placement}: redistribute it",
+    )
     for name, value in (("tp_group", options.tp_group), ("vocab_start", options.vocab_start)):
         require(value is None, name, "be None beside DTensors, whose placements give it", value)
     is_false, is_true = "be False beside DTensors: hidden's placement gives it", "be True beside DTensors"
     require(not options.sequence_parallel, "sequence_parallel", is_false, True)
     require(options.reduce_grad_hidden, "reduce_grad_hidden", f"{is_true}: their gradients are whole", False)
-    largest = ceil_div(weight.shape[0], mesh.size())  # rows of the first shards; the last ones may have fewer
-    reaches_all = weight.shape[0] > largest * (mesh.size() - 1)
+    max_columns = ceil_div(weight.shape[0], mesh.size())  # rows of the first shards; the last ones may have fewer
+    reaches_all = weight.shape[0] > max_columns * (mesh.size() - 1)
     require(reaches_all, "weight", f"have rows for all {mesh.size()} ranks", tuple(weight.shape))
     options = replace(
         options,
         temperature=_replicated("temperature", options.temperature),
         candidates=_replicated("candidates", options.candidates),
         tp_group=mesh.get_group(),
-        vocab_start=min(mesh.get_local_rank() * largest, weight.shape[0]),
-        sequence_parallel=tokens.is_shard(0),
+        vocab_start=min(mesh.get_local_rank() * max_columns, weight.shape[0]),
+        sequence_parallel=hidden_placement.is_shard(0),
     )
     return (
         wait_if_async(hidden.to_local()),
         wait_if_async(weight.to_local()),
         _replicated("labels", labels),
         options,
-        largest,
+        max_columns,
     )
 
 

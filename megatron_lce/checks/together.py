@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.checks import validation
-from megatron_lce.checks.dtensors import localised
+from megatron_lce.checks.dtensors import to_local_tensors
 from megatron_lce.checks.validation import require
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
@@ -22,7 +22,7 @@ from megatron_lce.core.options import Options, Shard
 
 T = TypeVar("T")
 HEAD = ("hidden", "weight", "labels")
-_OWN = ("tp_group", "vocab_start")  # may differ between ranks
+_PER_RANK = ("tp_group", "vocab_start")  # may differ between ranks
 
 # For each group the kinds of calls that its ranks have agreed on, and the columns of the largest shard under each.
 # Ranks must agree whether a key is new. With vocab_start, shards may differ, so their size stays out of the key.
@@ -30,9 +30,9 @@ _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, int | None], int]] = We
 _prepared: WeakKeyDictionary[ProcessGroup, set[Any]] = WeakKeyDictionary()  # the same of `prepared_together`
 
 
-def keyword_options(keywords: Mapping[str, Any], known: Any, **own: Any) -> Options:
+def keyword_options(keywords: Mapping[str, Any], known: Any, **fixed: Any) -> Options:
     """Return the options among an operation's keywords; `known`: its typed dict."""
-    return Options(**own, **{name: value for name, value in keywords.items() if name in known.__optional_keys__})
+    return Options(**fixed, **{name: value for name, value in keywords.items() if name in known.__optional_keys__})
 
 
 def check_keywords(operation: str, keywords: Mapping[str, Any], known: Any) -> None:
@@ -51,11 +51,11 @@ def checked_together(
     names: tuple[str, str, str] = HEAD,
     group_name: str = "tp_group",
     takes_dtensors: bool = False,
-    own: dict[str, Any] | None = None,
+    compared: dict[str, Any] | None = None,
 ) -> Iterator["Checks"]:
     """Check arguments inside. In a call of a new kind all ranks raise, or none; of a known one, a rank raises alone.
 
-        with checked_together("linear_topk", hidden, weight, None, options, own={"k": k}) as checks:
+        with checked_together("linear_topk", hidden, weight, None, options, compared={"k": k}) as checks:
             shape = checks.head()
             ...                       # what else the operation takes
             checks.rest(labels)
@@ -66,17 +66,17 @@ def checked_together(
     nothing: a rank's own number is not noticed. But with `vocab_start` and plain tensors, each call still all-reduces
     the largest shard size, which blocks the host. If one rank alone changes to another kind, it hangs.
 
-    The kind is what `_describe` and `own` list, without what may change from call to call: values of floats, and the
-    number of rows, of ids a row and of rows that are not ignored.
+    The kind is what `_describe` and `compared` list, without what may change from call to call: values of floats, and
+    the number of rows, of ids a row and of rows that are not ignored.
 
     Args:
         names: the operation's names for hidden, weight and labels.
         takes_dtensors: replace DTensors by this rank's own tensors, and options by what the placements imply.
-        own: further values that must be equal on every rank, and tensors that must be alike.
+        compared: further values that must be equal on every rank, and tensors that must be alike.
     """
-    largest = None
+    max_columns = None
     if takes_dtensors:
-        hidden, weight, labels, options, largest = localised(hidden, weight, labels, options)
+        hidden, weight, labels, options, max_columns = to_local_tensors(hidden, weight, labels, options)
     hidden, weight, labels = (collectives.wait_if_async(tensor) for tensor in (hidden, weight, labels))
     if isinstance(options.temperature, Tensor) or isinstance(options.candidates, Tensor):
         temperature, candidates = (
@@ -92,24 +92,24 @@ def checked_together(
     if options.tp_group is None or ranks == 1:
         yield checks
         return
-    own = own or {}  # listed twice: the first fixes the order, the last overrides an option of the same name
-    described = {"operation": name, **own, **_describe(hidden, weight, labels, options, names), **own}
-    described |= {"largest shard": largest}
+    compared = compared or {}  # listed twice: the first fixes the order, the last overrides an option of the same name
+    described = {"operation": name, **compared, **_describe(hidden, weight, labels, options, names), **compared}
+    described |= {"largest shard": max_columns}
     kind, error = _kind(described), None
     try:
         yield checks
     except (TypeError, ValueError, NotImplementedError) as refusal:
         error = refusal
-    group, start, rows = options.tp_group, options.vocab_start, validation.rows_of(weight)
-    known, key = _agreed.setdefault(group, {}), (kind, rows if start is None else None)
+    group, start, num_rows = options.tp_group, options.vocab_start, validation.num_weight_rows(weight)
+    known, key = _agreed.setdefault(group, {}), (kind, num_rows if start is None else None)
     if key not in known:
         described[f"the shape of {names[0]}"] = validation.shape_of(hidden)
-        known[key] = _largest(agree(group, described, error, (rows, start), group_name), options.vocab_size)
-    elif error is None and start is not None and largest is None and not collectives.is_cuda_graph_capturing():
+        known[key] = _max_columns(agree(group, described, error, (num_rows, start), group_name), options.vocab_size)
+    elif error is None and start is not None and max_columns is None and not collectives.is_cuda_graph_capturing():
         known[key] = collectives.all_reduce_max(weight.shape[0], group, weight.device)
     if error is not None:
         raise error
-    checks.shard = checks.shard._replace(max_columns=known[key] if largest is None else largest)
+    checks.shard = checks.shard._replace(max_columns=known[key] if max_columns is None else max_columns)
 
 
 @contextlib.contextmanager
@@ -135,22 +135,22 @@ def agree(
     group: ProcessGroup,
     arguments: Mapping[str, Any],
     error: Exception | None,
-    own: Any = None,
+    value: Any = None,
     group_name: str = "tp_group",
 ) -> list[Any]:
-    """Return every rank's `own`; all ranks raise if one refuses its arguments, with `error`, or if they differ."""
-    mine = [(name, _comparable(value)) for name, value in arguments.items()], None if error is None else str(error), own
-    everyone = collectives.gather_objects(mine, group)
+    """Return every rank's `value`; all ranks raise if one refuses its arguments, with `error`, or if they differ."""
+    entry = [(name, _comparable(x)) for name, x in arguments.items()], None if error is None else str(error), value
+    entries = collectives.gather_objects(entry, group)
     if error is not None:
         raise error
-    for rank, (_, refusal, _) in enumerate(everyone):
+    for rank, (_, refusal, _) in enumerate(entries):
         if refusal is not None:
             raise ValueError(f"rank {rank} of {group_name} refuses its arguments: {refusal}")
-    for (name, first), *others in zip(*(given for given, _, _ in everyone), strict=True):
-        values = [first, *(value for _, value in others)]
+    for (name, first), *others in zip(*(given for given, _, _ in entries), strict=True):
+        values = [first, *(x for _, x in others)]
         if len(set(values)) > 1:
             raise ValueError(f"{name} must be the same on every rank of {group_name}, got {', '.join(values)}")
-    return [of_rank for _, _, of_rank in everyone]
+    return [rank_value for _, _, rank_value in entries]
 
 
 @dataclass
@@ -172,29 +172,29 @@ class Checks:
     def head(self) -> tuple[int, ...]:
         """Check hidden and weight, and return the shape that labels must have."""
         (hidden_name, weight_name, _), options = self.names, self.options
-        validation.check_flag("sequence_parallel", options.sequence_parallel)
+        validation.check_bool("sequence_parallel", options.sequence_parallel)
         validation.check_tensor(hidden_name, self.hidden)
         validation.check_tensor(weight_name, self.weight)
         validation.check_head(hidden_name, self.hidden, weight_name, self.weight)
-        self.shards, self.shape = self.ranks if options.sequence_parallel else 1, tuple(self.hidden.shape[:-1])
-        if self.shards > 1:
+        self.sequence_shards, self.shape = self.ranks if options.sequence_parallel else 1, tuple(self.hidden.shape[:-1])
+        if self.sequence_shards > 1:
             require(len(self.shape) > 0, hidden_name, "be [s/tp, ..., H] under sequence_parallel", "one dimension")
-            self.shape = self.shape[0] * self.shards, *self.shape[1:]
+            self.shape = self.shape[0] * self.sequence_shards, *self.shape[1:]
         return self.shape
 
     def rest(self, labels: Tensor | None = None, options: Options | None = None) -> None:
         """Check labels and options, after `head`. Pass labels or options that the operation made itself."""
         self.labels = labels = self.labels if labels is None else labels
         self.options = options = self.options if options is None else options
-        ranks, hidden, rows, shards = self.ranks, self.hidden, self.weight.shape[0], self.shards
+        ranks, hidden, num_rows, shards = self.ranks, self.hidden, self.weight.shape[0], self.sequence_shards
         hidden_name, _, labels_name = self.names
         for name in ("entropy", "telemetry", "reduce_grad_hidden"):
-            validation.check_flag(name, getattr(options, name))
+            validation.check_bool(name, getattr(options, name))
         validation.check_label_tensor(labels, labels_name)
         validation.check_same(labels_name, f"be on {hidden_name}'s device", hidden.device, labels.device)
         shape, gathered = tuple(labels.shape), f" gathered over {shards} sequence-parallel ranks" * (shards > 1)
-        wanted = f"have {hidden_name}'s shape without H{gathered}, {self.shape}"
-        require(shape == self.shape, labels_name, wanted, f"{shape} for {hidden_name} {tuple(hidden.shape)}")
+        requirement = f"have {hidden_name}'s shape without H{gathered}, {self.shape}"
+        require(shape == self.shape, labels_name, requirement, f"{shape} for {hidden_name} {tuple(hidden.shape)}")
         validation.check_temperature(options.temperature, labels.shape, labels.device)
         validation.check_number("logits_scale", options.logits_scale)
         if options.candidates is not None:
@@ -210,20 +210,22 @@ class Checks:
         validation.check_quotients(options.logits_scale, options.softcap, options.temperature)
         start, vocab_size = options.vocab_start, options.vocab_size
         if start is None:
-            start = collectives.group_rank(options.tp_group) * rows
+            start = collectives.group_rank(options.tp_group) * num_rows
         else:
             validation.check_integer("vocab_start", start, minimum=0)
-        last = validation.MAX_VOCABULARY - rows
+        last = validation.MAX_VOCABULARY - num_rows
         require(start <= last, "vocab_start", f"be at most {last}, so that ids fit int32", start)
         # Until ranks compare theirs, the largest shard is this rank's own.
-        self.shard = Shard(start, rows if vocab_size is None else min(max(vocab_size - start, 0), rows), rows)
+        self.shard = Shard(
+            start, num_rows if vocab_size is None else min(max(vocab_size - start, 0), num_rows), num_rows
+        )
         if options.vocab_start is None or ranks == 1:  # else the group compares its shards
-            validation.check_vocab_size(vocab_size, (options.vocab_start or 0) + ranks * rows)
+            validation.check_vocab_size(vocab_size, (options.vocab_start or 0) + ranks * num_rows)
         is_reduced = options.reduce_grad_hidden or shards == 1
         require(is_reduced, "reduce_grad_hidden", "be True with sequence_parallel", False)
         sink, step = options.weight_grad_sink, 16 // hidden.element_size()
-        is_aligned, wanted = self.weight.shape[1] % step == 0, f"be None where H is no multiple of {step}"
-        require(sink is None or is_aligned, "weight_grad_sink", wanted, tuple(self.weight.shape))
+        is_aligned, requirement = self.weight.shape[1] % step == 0, f"be None where H is no multiple of {step}"
+        require(sink is None or is_aligned, "weight_grad_sink", requirement, tuple(self.weight.shape))
         self.temperature, self.candidates = options.temperature, options.candidates
         group = options.tp_group if ranks > 1 else None
         self.options = replace(options, tp_group=group, sequence_parallel=shards > 1, temperature=1.0, candidates=None)
@@ -247,7 +249,7 @@ class Checks:
         )
 
 
-def shaped(results: T, shape: tuple[int, ...]) -> T:
+def reshape_outputs(results: T, shape: tuple[int, ...]) -> T:
     """Return per-token results, [N, ...] each, in the caller's shape of labels."""
     return tree_map_only(Tensor, lambda result: result.view((*shape, *result.shape[1:])), results)
 
@@ -257,18 +259,18 @@ def _describe(
 ) -> dict[str, Any]:
     """Return the arguments that must be equal on every rank, and tensors that must be alike."""
     return {
-        names[0]: validation.kind_of(hidden),
-        names[1]: validation.kind_of(weight),
-        names[2]: validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
+        names[0]: validation.describe_tensor(hidden),
+        names[1]: validation.describe_tensor(weight),
+        names[2]: validation.describe_tensor(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
         "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
-        **{f.name: getattr(options, f.name) for f in fields(options) if f.name not in _OWN},
+        **{f.name: getattr(options, f.name) for f in fields(options) if f.name not in _PER_RANK},
         "weight_grad_sink": type(options.weight_grad_sink).__name__,
     }
 
 
 def _comparable(value: Any) -> str:
     """Return what must be equal on every rank."""
-    return validation.kind_of(value) if isinstance(value, Tensor) else repr(value)
+    return validation.describe_tensor(value) if isinstance(value, Tensor) else repr(value)
 
 
 def _kind(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -283,9 +285,9 @@ def _kind(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple((name, lasting(name, value)) for name, value in arguments.items())
 
 
-def _largest(everyone: list[tuple[int, int | None]], vocab_size: int | None) -> int:
+def _max_columns(gathered_sizes: list[tuple[int, int | None]], vocab_size: int | None) -> int:
     """Return the columns of the largest of the shards, (rows, vocab_start) each; raise if they do not fit."""
-    shards, starts = zip(*everyone, strict=True)
+    shards, starts = zip(*gathered_sizes, strict=True)
     if None not in starts:
         end = 0
         for start, rows in sorted(zip(starts, shards, strict=True)):

@@ -121,13 +121,13 @@ def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tenso
         dtypes = f"{hidden.dtype}{' or torch.float32' if fp32_weight and hidden.dtype != torch.float32 else ''}"
         raise TypeError(f"{weight_name} must have {hidden_name}'s dtype, {dtypes}, got {weight.dtype}")
     check_same(weight_name, f"be on {hidden_name}'s device", hidden.device, weight.device)
-    sizes, of_weight = tuple(hidden.shape), tuple(weight.shape)
-    require(len(sizes) > 0, hidden_name, "be [..., H]", "a scalar")
-    require(len(of_weight) == 2, weight_name, "be [V_local, H]", of_weight)
-    require(of_weight[0] > 0, weight_name, "hold at least one row of the vocabulary", of_weight)
-    if sizes[-1] != of_weight[1]:
-        raise ValueError(f"{hidden_name} and {weight_name} must agree on H, got {sizes} and {of_weight}")
-    require(sizes[-1] > 0, hidden_name, "have H of at least 1", sizes)
+    hidden_shape, weight_shape = tuple(hidden.shape), tuple(weight.shape)
+    require(len(hidden_shape) > 0, hidden_name, "be [..., H]", "a scalar")
+    require(len(weight_shape) == 2, weight_name, "be [V_local, H]", weight_shape)
+    require(weight_shape[0] > 0, weight_name, "hold at least one row of the vocabulary", weight_shape)
+    if hidden_shape[-1] != weight_shape[1]:
+        raise ValueError(f"{hidden_name} and {weight_name} must agree on H, got {hidden_shape} and {weight_shape}")
+    require(hidden_shape[-1] > 0, hidden_name, "have H of at least 1", hidden_shape)
 
 
 def check_temperature(
@@ -184,7 +184,7 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> None:
     require(vocab_size is None or vocab_size <= columns, "vocab_size", limit, got)
 
 
-def check_flag(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
     require(isinstance(value, bool), name, "be a bool", type(value).__name__, TypeError)
 
 
@@ -229,7 +229,7 @@ def _type_name(value: object) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-def kind_of(tensor: object) -> str:
+def describe_tensor(tensor: object) -> str:
     """Describe a tensor by its dtype, last dimension and device type, without its number of rows."""
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
@@ -240,5 +240,5 @@ def shape_of(tensor: object) -> tuple[int, ...] | None:
     return tuple(tensor.shape) if isinstance(tensor, Tensor) else None
 
 
-def rows_of(weight: object) -> int | None:
+def num_weight_rows(weight: object) -> int | None:
     return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None

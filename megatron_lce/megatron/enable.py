@@ -7,8 +7,8 @@ from torch import nn
 
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.checks.validation import (
+    check_bool,
     check_choice,
-    check_flag,
     check_fraction,
     check_number,
     check_options,
@@ -203,7 +203,7 @@ def _refusal(settings: dict[str, Any], modules: list[nn.Module]) -> Exception | 
         check_choice("on_unsupported", settings["on_unsupported"], ("fallback", "raise"))
         check_options(Options(**options))
         for name in ("use_fused_linear_ce", "skip_masked", "known_loss"):
-            check_flag(name, settings[name])
+            check_bool(name, settings[name])
         if settings["known_loss"]:
             cache_bytes = settings["logits_cache_bytes"]
             require(cache_bytes == 0, "logits_cache_bytes", "be 0 with known_loss", cache_bytes)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import prepared_together
-from megatron_lce.checks.validation import check_number, kind_of
+from megatron_lce.checks.validation import check_number, describe_tensor
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.gtp import is_gtp_sharded, with_whole_weight
 from megatron_lce.megatron.heads import own_softcap
@@ -70,7 +70,7 @@ class HeadCall:
     def together(self, operation: str, given: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Prepare arguments inside: in the first call of a kind all ranks raise, or none."""
         # A kind that is known here must not be new to the operation: ranks would wait in different gathers.
-        tensors = [(kind_of(tensor), tensor.requires_grad) for tensor in (self.hidden, self.weight)]
+        tensors = [(describe_tensor(tensor), tensor.requires_grad) for tensor in (self.hidden, self.weight)]
         head = *tensors, len(self.weight), torch.is_grad_enabled(), self.sequence_parallel, self.depth
         return prepared_together(self.head.tp_group, {"operation": operation, "head": head, **given})
 
