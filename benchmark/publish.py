@@ -14,7 +14,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmark import pictures
@@ -66,12 +65,6 @@ POLICY = {
     "verl-kernel": "verl's fused kernel (`use_fused_kernels=True`)",
     "ours-skip": "verl with the plugin (`use_fused_kernels=False`)",
     "ours-token-skip": "`linear_token_loss` in your own loop",
-}
-TRAINING = {
-    "native": "Megatron, fused cross-entropy",
-    "native-again": "the same, sums in another order",
-    "flag": "megatron-lce",
-    "known": "megatron-lce, `known_loss=True`",
 }
 
 
@@ -179,7 +172,7 @@ def which_option() -> str:
 
 def heads(document: dict) -> str:
     columns: dict[str, Column] = {}
-    for shape, mode in itertools.product(("S1", "S2", "S3"), ("rl", "sft")):
+    for shape, mode in (("S1", "rl"), ("S1", "sft"), ("S2", "rl"), ("S3", "rl")):
         columns[f"{shape}, {mode.upper()}"] = ({"shape": shape, "mode": mode}, head_both)
     return table(document, "ms, GiB", "times", "provider", HEADS, columns)
 
@@ -200,22 +193,6 @@ def distillation(document: dict) -> str:
     return table(document, "ms, GiB", "jsd", "provider", JSD_HEADS, columns)
 
 
-def training(document: dict) -> str:
-    """The loss at the end, and how far each step's loss is from the native run's."""
-    (native,) = measured(document, "training", run="native")
-
-    def differences(record: dict) -> list[float]:
-        return [abs(a - b) for a, b in zip(record["losses"], native["losses"], strict=True)]
-
-    columns: dict[str, Column] = {
-        "held-out loss": ({}, lambda x: f"{x['held_out_loss']:.4f}"),
-        "loss differs by (median)": ({}, lambda x: "" if x is native else f"{median(differences(x)):.1e}"),
-        "(largest)": ({}, lambda x: "" if x is native else f"{max(differences(x)):.1e}"),
-    }
-    columns = {title: (fields, if_measured(cell)) for title, (fields, cell) in columns.items()}
-    return table(document, f"{len(native['losses']):,} steps", "training", "run", TRAINING, columns)
-
-
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {  # the results' file, and what makes the table
     "first_step": ("steps_tp", first_step),
     "first_policy": ("policy", partial(policy, sizes=slice(-1, None))),
@@ -224,7 +201,6 @@ TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {  # the results' file, a
     "heads": ("heads", heads),
     "errors": ("heads", errors),
     "distillation": ("jsd", distillation),
-    "training": ("training", training),
 }
 
 

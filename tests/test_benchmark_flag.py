@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from benchmark import pictures, publish, results, run, training_text
+from benchmark import pictures, results, run, training_text
 from tests.ranks import run_ranks
 
 
@@ -50,8 +50,6 @@ def test_training_runs_differ_by_the_order_of_sums_only(tmp_path):
         assert record["losses"][-1] < record["losses"][0] - 0.05, name
         differences = [abs(a - b) for a, b in zip(record["losses"], native, strict=True)]
         assert name == "native" or 0 < max(differences) < 1e-3, name
-        record["peak_mib"] = record["time_ms"]  # for the table: a CPU has none
-    assert publish.training(document).count("\n") == 2 + len(records)
     assert pictures.draw("training", document, tmp_path).exists()
 
 
