@@ -20,7 +20,7 @@ from megatron_lce.megatron.captured_head import CapturedHead
 from megatron_lce.megatron.enable import FusedLinearCE, enable_fused_linear_ce
 from megatron_lce.megatron.head_call import StoredHead
 from megatron_lce.megatron.heads import accept_head
-from megatron_lce.megatron.processor import FusedOutputContext, fused_output_processor
+from megatron_lce.megatron.output_processor import FusedOutputContext, fused_output_processor
 
 __all__ = [
     "CapturedHead",

@@ -25,7 +25,7 @@ from torch import nn
 
 import megatron_lce
 from megatron_lce.plugins.functions import Function
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.patching import Plugin
 from tests.plugin_stand_ins import BY_NAME, FILES, PLUGIN_OF
 
 PLUGINS = pytest.mark.parametrize("framework", FILES)

@@ -49,12 +49,12 @@ class Counter(TorchDispatchMode):
         return self._bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = list(_tensors((*args, *(kwargs or {}).values())))
-        out = _run(func, given, args, kwargs or {})
+        inputs = list(_tensors((*args, *(kwargs or {}).values())))
+        out = _run(func, inputs, args, kwargs or {})
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             a, b = args[:2] if func.overloadpacket is torch.ops.aten.mm else args[1:3]
             self.multiplications += a.numel() * b.shape[1]
-        storages = {tensor.untyped_storage()._cdata for tensor in given}
+        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         for storage in (tensor.untyped_storage() for tensor in _tensors((out,))):
             if storage._cdata not in storages:
                 _, replaced = self._made.get(storage._cdata, (None, 0))
@@ -73,9 +73,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _run(func: Any, given: list[Tensor], args: Any, kwargs: Any) -> Any:
+def _run(func: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
     """Run an operation; of few numbers on zeros, because torch's rules for meta tensors import its compiler."""
-    if func.namespace != "aten" or not _makes_tensors(func) or any(tensor.numel() > 2**20 for tensor in given):
+    if func.namespace != "aten" or not _makes_tensors(func) or any(tensor.numel() > 2**20 for tensor in inputs):
         return func(*args, **kwargs)
     args, kwargs = tree_map_only(Tensor, lambda x: torch.zeros_like(x, device="cpu"), (args, kwargs))
     return tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), func(*args, **kwargs))
@@ -166,8 +166,8 @@ class AllocatingBackend:
         options: Options,
         outputs: LinearCrossEntropyOutput,
     ) -> SoftmaxOfRow:
-        kept = (True, True, options.entropy, options.telemetry)
-        others: list[Any] = [torch.empty_like(rows.scale) if wanted else None for wanted in kept]
+        requested = (True, True, options.entropy, options.telemetry)
+        others: list[Any] = [torch.empty_like(rows.scale) if is_requested else None for is_requested in requested]
         return SoftmaxOfRow(packed_extremes[0], *others)
 
     def row_terms(

@@ -82,8 +82,8 @@ def reasons_of_group(
     """
     group = getattr(language_model.output_layer, "tp_group", None)  # another class of head is so on every rank
     if group is not None and group.size() > 1:
-        everyone = agree(group, arguments or {}, error, reasons)
-        return tuple(dict.fromkeys(reason for of_rank in everyone for reason in of_rank))
+        gathered_reasons = agree(group, arguments or {}, error, reasons)
+        return tuple(dict.fromkeys(reason for rank_reasons in gathered_reasons for reason in rank_reasons))
     if error is not None:
         raise error
     return reasons

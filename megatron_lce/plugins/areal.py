@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 import megatron_lce
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.patching import Plugin
 
 HEAD = "areal.models.mcore.vocab_parallel_head"
 
 
 def logprobs_entropy(
-    own: Any,
+    original: Any,
     output_layer: Any,
     hidden_states: Tensor,  # [s, b, H], under sequence parallel [s/tp, b, H]
     weight: Tensor,
@@ -36,7 +36,7 @@ def logprobs_entropy(
     )
     values = out.logprobs, out.entropy, out.min_logit, out.max_logit, out.mean_logit, out.logits_norm
     logprobs, entropy, *of_logits = (value.transpose(0, 1).reshape(labels.shape) for value in values)
-    output = own.__globals__["ChunkedLMHeadOutput"]
+    output = original.__globals__["ChunkedLMHeadOutput"]
     return output(logprobs, entropy, *(value.detach() * temperature for value in of_logits))
 
 

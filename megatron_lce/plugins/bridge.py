@@ -9,7 +9,7 @@ from torch import nn
 
 import megatron_lce
 from megatron_lce.plugins.functions import version_of
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.patching import Plugin
 
 
 def enable(chunks: list[nn.Module]) -> list[nn.Module]:
@@ -18,9 +18,9 @@ def enable(chunks: list[nn.Module]) -> list[nn.Module]:
     return chunks
 
 
-def step_with_mask(own: Any, state: Any, data_iterator: Any, model: nn.Module, *rest: Any, **keywords: Any) -> Any:
+def step_with_mask(original: Any, state: Any, data_iterator: Any, model: nn.Module, *rest: Any, **keywords: Any) -> Any:
     """Bridge's step, which also passes the loss mask of the batch to the model."""
-    read, mask = keywords.get("_get_batch_fn") or own.__globals__["get_batch"], {}
+    read, mask = keywords.get("_get_batch_fn") or original.__globals__["get_batch"], {}
 
     def get_batch(*inputs: Any, **options: Any) -> Any:
         batch = read(*inputs, **options)
@@ -31,7 +31,7 @@ def step_with_mask(own: Any, state: Any, data_iterator: Any, model: nn.Module, *
         return inputs, mask | given
 
     with model.register_forward_pre_hook(with_mask, prepend=True, with_kwargs=True):
-        output = own(state, data_iterator, model, *rest, **keywords | {"_get_batch_fn": get_batch})
+        output = original(state, data_iterator, model, *rest, **keywords | {"_get_batch_fn": get_batch})
     if not mask:
         raise RuntimeError(f"megatron_lce: the step of {version_of('megatron.bridge')} does not call get_batch")
     return output

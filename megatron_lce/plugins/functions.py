@@ -42,23 +42,25 @@ class Function(NamedTuple):
 
         Raises RuntimeError if it is missing, takes other parameters, or is another package's.
         """
-        own = self.loaded()
-        if own is not None and not f"{origin(own)}.".startswith(f"{framework}."):
-            raise RuntimeError(f"megatron_lce replaces {self.name}, but {origin(own)} has already: use one of the two")
-        if own is None:
+        original = self.loaded()
+        if original is not None and not f"{origin(original)}.".startswith(f"{framework}."):
+            raise RuntimeError(
+                f"megatron_lce replaces {self.name}, but {origin(original)} has already: use one of the two"
+            )
+        if original is None:
             code = None if self.module in sys.modules else code_of(framework, self.module)
-            found = code and parameters_in(code, self.path)
+            parameters = code and parameters_in(code, self.path)
         else:
-            found = parameters_of(own) if self.parameters else ()
-        if found is None or not self.fits(found):
-            needed = self.path if found is None else f"{self.path}({', '.join(self.parameters or ())})"
-            has = "none there" if found is None else f"({', '.join(found)})"
+            parameters = parameters_of(original) if self.parameters else ()
+        if parameters is None or not self.fits(parameters):
+            needed = self.path if parameters is None else f"{self.path}({', '.join(self.parameters or ())})"
+            has = "none there" if parameters is None else f"({', '.join(parameters)})"
             raise RuntimeError(f"megatron_lce needs {needed} in {self.module}: {version_of(framework)} has {has}")
-        return own
+        return original
 
-    def fits(self, found: tuple[str, ...]) -> bool:
+    def fits(self, parameters: tuple[str, ...]) -> bool:
         *known, last = self.parameters or ["..."]
-        return {*known} <= {*found} if last == "..." else self.parameters == found
+        return {*known} <= {*parameters} if last == "..." else self.parameters == parameters
 
 
 def parameters_of(function: Any) -> tuple[str, ...]:
@@ -69,12 +71,12 @@ def parameters_of(function: Any) -> tuple[str, ...]:
 def parameters_in(code: CodeType, path: str) -> tuple[str, ...] | None:
     """As `parameters_of`, of a function in a module's or class's code. None: unknown, (): defined elsewhere."""
     name, _, inside = path.partition(".")
-    found = [inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name == name]
-    if not found:
+    codes = [inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name == name]
+    if not codes:
         return () if name in code.co_names else None
     if inside:
-        return parameters_in(found[-1], inside)
-    return found[-1].co_varnames[: found[-1].co_argcount + found[-1].co_kwonlyargcount]
+        return parameters_in(codes[-1], inside)
+    return codes[-1].co_varnames[: codes[-1].co_argcount + codes[-1].co_kwonlyargcount]
 
 
 def code_of(framework: str, module: str) -> CodeType | None:

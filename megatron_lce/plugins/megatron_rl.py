@@ -10,24 +10,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import megatron_lce
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.patching import Plugin
 
 heads: list[megatron_lce.CapturedHead] = []  # of the calls of `get_logprobs` that run
 
 
-def get_logprobs(own: Any, model: Any, *inputs: Any, **keywords: Any) -> Any:
+def get_logprobs(original: Any, model: Any, *inputs: Any, **keywords: Any) -> Any:
     with megatron_lce.capture_lm_head(model) as head:
         heads.append(head)
         try:
-            return own(model, *inputs, **keywords)
+            return original(model, *inputs, **keywords)
         finally:
             heads.pop()
 
 
-def log_softmax(own: Any, logits: Tensor, index: Tensor) -> Tensor:
+def log_softmax(original: Any, logits: Tensor, index: Tensor) -> Tensor:
     """Megatron's `selective_log_softmax`. A capture's logits have no columns."""
     if not heads or logits.shape[-1]:
-        return own(logits, index)
+        return original(logits, index)
     head, tokens = heads[-1], index.shape[1]
     assert head.hidden is not None
     assert head.tp_group is not None
@@ -36,9 +36,9 @@ def log_softmax(own: Any, logits: Tensor, index: Tensor) -> Tensor:
     return head.linear_cross_entropy(labels, entropy=False, skip_ignored=True).logprobs[:, :tokens]
 
 
-def in_fp32(own: Any, **keywords: Any) -> Any:
+def in_fp32(original: Any, **keywords: Any) -> Any:
     """Megatron's `compute_logprobs_batch`, which expects logprobs in the dtype of the logits."""
-    return own(**keywords | {"dtype": torch.float32})
+    return original(**keywords | {"dtype": torch.float32})
 
 
 RL = "megatron.rl.rl_utils"

@@ -5,19 +5,19 @@
 
 from typing import Any
 
-from megatron_lce.plugins.capturing import Responses, captured_if, reads_log_probs
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.captured_steps import Responses, captured_if, reads_log_probs
+from megatron_lce.plugins.patching import Plugin
 
 PROCESSORS = "miles.backends.training_utils.loss_hub.logit_processors"
 MODEL = "miles.backends.megatron_utils.model"
 
 
-def log_probs_and_entropy(own: Any, logits: Any, *, args: Any, **batch: Any) -> Any:
+def log_probs_and_entropy(original: Any, logits: Any, *, args: Any, **batch: Any) -> Any:
     if not hasattr(logits, "lm_head"):
-        return own(logits, args=args, **batch)
+        return original(logits, args=args, **batch)
     batch.pop("non_loss_data", None)
     entropy, entropy_grad = batch.pop("with_entropy", False), batch.pop("entropy_requires_grad", True)
-    responses = Responses(logits.lm_head, own.__globals__["get_responses"], args=args, **batch)
+    responses = Responses(logits.lm_head, original.__globals__["get_responses"], args=args, **batch)
     temperature = args.rollout_temperature if args.rollout_temperature > 0 else 1.0
     return responses.log_probs_and_entropy(temperature, entropy, entropy_grad)
 

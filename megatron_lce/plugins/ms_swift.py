@@ -10,43 +10,43 @@ import torch
 from torch import Tensor
 
 import megatron_lce
-from megatron_lce.plugins.capturing import captured_if
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.captured_steps import captured_if
+from megatron_lce.plugins.patching import Plugin
 
 TRAINERS = "swift.megatron.trainers"
 
 
-def logps_and_entropy(own: Any, logits: Any, labels: Tensor, compute_entropy: bool = False, **rest: Any) -> Any:
+def logps_and_entropy(original: Any, logits: Any, labels: Tensor, compute_entropy: bool = False, **rest: Any) -> Any:
     if not hasattr(logits, "lm_head"):
-        return own(logits, labels, compute_entropy, **rest)
+        return original(logits, labels, compute_entropy, **rest)
     temperature = 1 / float(logits)  # ms-swift divided the 1 below by it
     out = logits.lm_head.linear_cross_entropy(labels, temperature, entropy=compute_entropy, skip_ignored=True)
     return out.logprobs, out.entropy
 
 
-def teacher_outputs(own: Any, trainer: Any, batches: list[dict[str, Any]], vp_stage: int | None = None) -> None:
+def teacher_outputs(original: Any, trainer: Any, batches: list[dict[str, Any]], vp_stage: int | None = None) -> None:
     """ms-swift's outputs of the teacher. Those over its whole vocabulary hold its head instead of logits."""
     if trainer.gkd_logits_topk is not None:
-        return own(trainer, batches, vp_stage)
+        return original(trainer, batches, vp_stage)
     models = trainer.unwrapped_models if trainer._is_self_distillation else trainer.teacher_models
     for batch in batches:
         with megatron_lce.capture_lm_head(models[vp_stage or 0]) as head:
-            own(trainer, [batch], vp_stage)
+            original(trainer, [batch], vp_stage)
         batch["teacher_output"].lm_head = head
 
 
-def gkd_step(own: Any, trainer: Any, data_iterator: Iterator[dict[str, Any]], model: Any) -> Any:
+def gkd_step(original: Any, trainer: Any, data_iterator: Iterator[dict[str, Any]], model: Any) -> Any:
     data = next(data_iterator)
-    run = whole_step if hasattr(data["teacher_output"], "lm_head") else lambda own, *inputs: own(*inputs)
-    return run(own, trainer, iter([data]), model)
+    run = whole_step if hasattr(data["teacher_output"], "lm_head") else lambda original, *inputs: original(*inputs)
+    return run(original, trainer, iter([data]), model)
 
 
 def gkd_loss(
-    own: Any, student: Tensor, teacher: Any, labels: Tensor, beta: float, temperature: float, **functions: Any
+    original: Any, student: Tensor, teacher: Any, labels: Tensor, beta: float, temperature: float, **functions: Any
 ) -> Any:
     """The sum of JSD over unmasked tokens, and their number."""
     if not hasattr(student, "lm_head"):
-        return own(student, teacher, labels, beta, temperature, **functions)
+        return original(student, teacher, labels, beta, temperature, **functions)
     counted = labels != -100
     if not torch.equal(counted, teacher.labels != -100):
         raise ValueError("megatron_lce needs a teacher that reads the student's tokens: their unmasked tokens differ")
@@ -54,10 +54,10 @@ def gkd_loss(
     return student.lm_head.linear_jsd(teacher.lm_head, **options).sum(), counted.sum()
 
 
-def gkd_loss_func(own: Any, trainer: Any, output: Tensor, **given: Any) -> Any:
+def gkd_loss_func(original: Any, trainer: Any, output: Tensor, **given: Any) -> Any:
     """ms-swift's, whose SFT loss asks the model for the loss of logits."""
     if not hasattr(output, "lm_head"):
-        return own(trainer, output, **given)
+        return original(trainer, output, **given)
     model = getattr(trainer.unwrapped_models[0], "language_model", trainer.unwrapped_models[0])
     before = vars(model).get("compute_language_model_loss")
 
@@ -66,13 +66,13 @@ def gkd_loss_func(own: Any, trainer: Any, output: Tensor, **given: Any) -> Any:
 
     model.compute_language_model_loss = loss_of_head
     try:
-        return own(trainer, output, **given)
+        return original(trainer, output, **given)
     finally:
         del model.compute_language_model_loss
         vars(model).update({"compute_language_model_loss": before} if before else {})
 
 
-step = captured_if(lambda given: True, instead=lambda hidden: torch.ones((), dtype=torch.float64, device="cpu"))
+step = captured_if(lambda given: True, make_output=lambda hidden: torch.ones((), dtype=torch.float64, device="cpu"))
 whole_step = captured_if(lambda given: True)
 LOGPS = "compute_logps_and_entropy_from_logits(logits, labels, compute_entropy, entropy_chunk_size)"
 LOSS = "student_logits, teacher_output, labels, beta, temperature, gather_fn, log_softmax_fn, kl_div_fn, chunk_size"

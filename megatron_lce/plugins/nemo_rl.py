@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 import megatron_lce
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.patching import Plugin
 
 
 def logprobs(
-    own: Any,
+    original: Any,
     hidden: Tensor,  # [s, b, H], under sequence parallel [s/tp, b, H]
     weight: Tensor,
     runtime_gather_output: Any,

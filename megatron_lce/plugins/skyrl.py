@@ -8,16 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lce.compat import linear_cross_entropy
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.patching import Plugin
 
 
-def logprobs(own: Any, *inputs: Any, temperature: float = 1.0, fused_backend: str = "torch", **keywords: Any) -> Any:
+def logprobs(
+    original: Any, *inputs: Any, temperature: float = 1.0, fused_backend: str = "torch", **keywords: Any
+) -> Any:
     """SkyRL's function, which passes on the backend but would divide the weight by the temperature."""
-    return own(*inputs, temperature=1.0, fused_backend=temperature, **keywords)
+    return original(*inputs, temperature=1.0, fused_backend=temperature, **keywords)
 
 
 def fused(
-    own: Any,
+    original: Any,
     backend: str | float,  # a temperature: it comes from the function above
     hidden: Tensor,  # [b, s, H], gathered
     weight: Tensor,

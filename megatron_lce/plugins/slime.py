@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lce.plugins.capturing import Responses, captured_if, reads_log_probs
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.captured_steps import Responses, captured_if, reads_log_probs
+from megatron_lce.plugins.patching import Plugin
 
 LOSS, MODEL = "slime.backends.megatron_utils.loss", "slime.backends.megatron_utils.model"
 
 
-def log_probs_and_entropy(own: Any, logits: Any, *, args: Any, **batch: Any) -> Any:
+def log_probs_and_entropy(original: Any, logits: Any, *, args: Any, **batch: Any) -> Any:
     if not hasattr(logits, "lm_head"):
-        return own(logits, args=args, **batch)
+        return original(logits, args=args, **batch)
     batch.pop("non_loss_data", None)
     entropy, entropy_grad = batch.pop("with_entropy", False), getattr(args, "entropy_coef", 0.0) != 0
     ids, offsets = batch.pop("top_p_token_ids", None), batch.pop("top_p_token_offsets", None)
-    head, temperature, of_slime = logits.lm_head, getattr(args, "rollout_temperature", 1.0), own.__globals__
+    head, temperature, of_slime = logits.lm_head, getattr(args, "rollout_temperature", 1.0), original.__globals__
     of_tokens = functools.partial(Responses, head, of_slime["get_responses"], args=args, apply_temperature=False)
     responses = of_tokens(**batch)
     values = {}
@@ -43,7 +43,7 @@ def log_probs_and_entropy(own: Any, logits: Any, *, args: Any, **batch: Any) -> 
 def top_p_sets(responses: Responses, steps: list[Tensor], ids: Any, offsets: Any) -> tuple[Tensor, Tensor]:
     """Returns the recorded ids and the label of each token, as CSR. A token without a record gets the empty set."""
     sets: list[list[int]] = [[]] * responses.labels.numel()
-    for i, sample in enumerate(zip(responses.rows, steps, responses.tokens, strict=True)):
+    for i, sample in enumerate(zip(responses.token_index, steps, responses.tokens, strict=True)):
         recorded, ends = (torch.as_tensor(given[i], dtype=torch.int64).tolist() for given in (ids, offsets))
         for row, step, token in torch.stack(sample, 1).tolist():
             if step < len(ends):

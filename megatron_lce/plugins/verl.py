@@ -14,7 +14,7 @@ from torch import Tensor
 import megatron_lce
 from megatron_lce.compat import verl_linear_cross_entropy
 from megatron_lce.plugins.functions import version_of
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.patching import Plugin
 
 FORWARD = "verl.models.mcore.model_forward"
 KERNEL = "verl.utils.kernel.linear_cross_entropy"
@@ -26,10 +26,10 @@ SETTINGS = ["calculate_sum_pi_squared", "calculate_entropy", "distillation_use_t
 SETTINGS += ["logits_processor_func", "batch", "data_format"]  # keywords of the engine's `logits_processor`
 
 
-def engine_forward(own: Any, model: Any, *inputs: Any, logits_processor: Any = None, **keywords: Any) -> Any:
+def engine_forward(original: Any, model: Any, *inputs: Any, logits_processor: Any = None, **keywords: Any) -> Any:
     """verl's forward pass, whose `logits_processor` gets a captured head."""
     if logits_processor is None:
-        return own(model, *inputs, **keywords)
+        return original(model, *inputs, **keywords)
     settings = getattr(logits_processor, "keywords", {})
     if settings.keys() != {*SETTINGS}:
         named = f"{version_of('verl')} has {sorted(settings)}"
@@ -37,21 +37,23 @@ def engine_forward(own: Any, model: Any, *inputs: Any, logits_processor: Any = N
     given = {**keywords.pop("logits_processor_args")}
     given["label"] = label = given["label"].clone()
     lengths = label.offsets().diff().tolist()
-    mask = own.__globals__[MASK](given["loss_mask"], lengths, given["response_attention_mask"])  # [b, j], as the labels
+    mask = original.__globals__[MASK](
+        given["loss_mask"], lengths, given["response_attention_mask"]
+    )  # [b, j], as the labels
     label.values().masked_fill_(mask.values() == 0, -100)
     with megatron_lce.capture_lm_head(model) as head:
         processor = functools.partial(outputs, head, settings)
-        return own(model, *inputs, logits_processor=processor, logits_processor_args=given, **keywords)
+        return original(model, *inputs, logits_processor=processor, logits_processor_args=given, **keywords)
 
 
 class Student:
     """A head in place of a student's logits. A teacher's top-k loss, if there is one, runs it on the teacher's ids."""
 
-    def __init__(self, head: megatron_lce.CapturedHead, labels: Tensor, temperature: Tensor, **wanted: Any) -> None:
+    def __init__(self, head: megatron_lce.CapturedHead, labels: Tensor, temperature: Tensor, **requested: Any) -> None:
         self.shape = *labels.shape, 0  # of logits, as verl looks at it
         self.head, self.labels = head, labels
         self.compute: Any = functools.partial(
-            head.linear_cross_entropy, labels, temperature=temperature, skip_ignored=True, **wanted
+            head.linear_cross_entropy, labels, temperature=temperature, skip_ignored=True, **requested
         )
 
     def run(self, candidates: Tensor | None = None) -> Any:
@@ -60,8 +62,8 @@ class Student:
 
 
 def outputs(head: megatron_lce.CapturedHead, settings: dict, logits: Any, label: Tensor, temperature: Tensor) -> dict:
-    wanted = {"entropy": settings["calculate_entropy"], "telemetry": settings["calculate_sum_pi_squared"]}
-    student, values = Student(head, label, temperature.where(temperature > 0, 1.0), **wanted), {}  # 0 in padding
+    requested = {"entropy": settings["calculate_entropy"], "telemetry": settings["calculate_sum_pi_squared"]}
+    student, values = Student(head, label, temperature.where(temperature > 0, 1.0), **requested), {}  # 0 in padding
     if settings["distillation_use_topk"]:
         given = {"data": settings["batch"], "data_format": settings["data_format"]}
         values = settings["logits_processor_func"](student_logits=student, **given)
@@ -71,10 +73,10 @@ def outputs(head: megatron_lce.CapturedHead, settings: dict, logits: Any, label:
     return {name: of_tokens for name, of_tokens in values.items() if of_tokens is not None}
 
 
-def forward_kl_topk(own: Any, student_logits: Any, *inputs: Any, **given: Any) -> dict[str, Tensor]:
+def forward_kl_topk(original: Any, student_logits: Any, *inputs: Any, **given: Any) -> dict[str, Tensor]:
     """verl's divergence at a teacher's ids, and its metrics; 0 in ignored rows."""
     if not isinstance(student_logits, Student):
-        return own(student_logits, *inputs, **given)
+        return original(student_logits, *inputs, **given)
     pack = getattr(importlib.import_module(UTIL), f"preprocess_{given['data_format']}_engine")
     least = given["config"].distillation_loss.log_prob_min_clamp
     target, ids = (pack(given[f"teacher_topk_{name}"], pre_process=True)[0] for name in ("log_probs", "ids"))
@@ -94,7 +96,9 @@ OF_TOP_K = "compute_forward_kl_topk(student_logits, teacher_topk_log_probs, teac
 replacements: dict[str, Any] = {
     f"{FORWARD}:gptmodel_forward_model_engine(model, logits_processor, logits_processor_args, ...)": engine_forward,
     f"{TOP_K}:{OF_TOP_K}": forward_kl_topk,
-    f"{KERNEL}:linear_cross_entropy": lambda own, *inputs, **keywords: verl_linear_cross_entropy(*inputs, **keywords),
+    f"{KERNEL}:linear_cross_entropy": lambda original, *inputs, **keywords: verl_linear_cross_entropy(
+        *inputs, **keywords
+    ),
 }
 needs = [
     f"{FORWARD}:{MASK}(response_mask, input_ids_lengths, response_attention_mask)",

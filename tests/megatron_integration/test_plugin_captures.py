@@ -1,4 +1,4 @@
-"""`plugins.capturing`: functions that call a model themselves get the captured head instead of logits."""
+"""`plugins.captured_steps`: functions that call a model themselves get the captured head instead of logits."""
 
 import functools
 import gc
@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from megatron_lce.plugins.capturing import Responses, captured_if
+from megatron_lce.plugins.captured_steps import Responses, captured_if
 from tests import megatron_world
 
 

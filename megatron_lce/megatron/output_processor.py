@@ -70,9 +70,9 @@ def fused_output_processor(
     context = FusedOutputContext() if context is None else context
     if not isinstance(context, FusedOutputContext):
         raise TypeError(f"output_processor_context must be a FusedOutputContext, got {type(context).__name__}")
-    if own := {"labels", "temperature", "ignore_index", "entropy"} & context.keywords.keys():
+    if reserved := {"labels", "temperature", "ignore_index", "entropy"} & context.keywords.keys():
         raise TypeError(
-            f"{', '.join(sorted(own))} must not be among a FusedOutputContext's keywords: see its attributes"
+            f"{', '.join(sorted(reserved))} must not be among a FusedOutputContext's keywords: see its attributes"
         )
     weight = output_layer.weight if output_weight is None else output_weight
     reasons = (*product_reasons(output_layer, config), *reasons_after_call(output_layer, weight))
@@ -85,22 +85,22 @@ def fused_output_processor(
             raise ValueError("labels must be given to the model or in the FusedOutputContext, got None")
         check_tensor("labels", labels)
         labels = as_int64(labels)
-        counted = labels >= 0
+        valid_mask = labels >= 0
         if context.counted is not None:
             check_tensor("counted", context.counted)
             if context.counted.dtype != torch.bool or context.counted.shape != labels.shape:
                 kind = f"{context.counted.dtype} {tuple(context.counted.shape)}"
                 raise ValueError(f"counted must be bool of labels' shape, {tuple(labels.shape)}, got {kind}")
-            counted &= context.counted
+            valid_mask &= context.counted
     temperature = context.temperature
     if isinstance(temperature, Tensor) and temperature.shape == labels.shape:
-        temperature = temperature.where(counted, 1.0)
+        temperature = temperature.where(valid_mask, 1.0)
     # Uncomputed logits remember the factor that Megatron applies between head and loss (MuP).
     logits = scale_logits(UncomputedLogits(call))
     assert isinstance(logits, UncomputedLogits)
     outputs = logits.call.run(
         linear_cross_entropy,
-        labels.where(counted, IGNORE_INDEX),
+        labels.where(valid_mask, IGNORE_INDEX),
         temperature=temperature,
         ignore_index=IGNORE_INDEX,
         entropy=context.entropy,

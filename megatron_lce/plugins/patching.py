@@ -22,7 +22,7 @@ class Plugin:
 
     def __init__(self, framework: str, replacements: dict[str, Callable[..., Any]], *needs: str) -> None:
         self.framework = framework
-        self.replacements = {Function.of(text): ours for text, ours in replacements.items()}
+        self.replacements = {Function.of(text): replacement for text, replacement in replacements.items()}
         self.needs = [Function.of(text) for text in needs]
         self.modules: dict[str, ModuleType | None] = {function.module: None for function in self.replacements}
         self.replaced: dict[Function, tuple[Any, Any]] = {}  # the framework's, ours
@@ -45,11 +45,11 @@ class Plugin:
     def uninstall(self) -> None:
         """Restores the framework's functions. If something else has replaced ours: RuntimeError, and no change."""
         with self.lock:
-            for x, (_, ours) in self.replaced.items():
-                if (now := x.loaded()) is not ours:
+            for x, (_, replacement) in self.replaced.items():
+                if (now := x.loaded()) is not replacement:
                     raise RuntimeError(f"{origin(now)} has replaced {x.name} after megatron_lce: undo that first")
-            for function, (own, ours) in self.replaced.items():
-                put(function, ours, own)
+            for function, (original, replacement) in self.replaced.items():
+                put(function, replacement, original)
             self.replaced.clear()
             self.modules = dict.fromkeys(self.modules)
             sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
@@ -84,12 +84,12 @@ class Plugin:
 
     def _replace_in(self, modules: Collection[str]) -> None:
         self.modules |= {name: sys.modules[name] for name in modules}
-        found = {x: x.check(self.framework) for x in self.replacements if x.module in modules}
-        for function, own in found.items():  # after all checks
-            self.replaced[function] = own, called_with(own, self.replacements[function])
+        originals = {x: x.check(self.framework) for x in self.replacements if x.module in modules}
+        for function, original in originals.items():  # after all checks
+            self.replaced[function] = original, called_with(original, self.replacements[function])
             put(function, *self.replaced[function])
-        if found:  # as a warning, because frameworks hide INFO
-            names = ", ".join(function.name for function in found)
+        if originals:  # as a warning, because frameworks hide INFO
+            names = ", ".join(function.name for function in originals)
             logger.warning("megatron_lce has replaced in %s: %s", version_of(self.framework), names)
 
 
@@ -102,9 +102,9 @@ def put(function: Function, old: Any, new: Any) -> None:
             vars(module).update({name: new for name, value in [*vars(module).items()] if value is old})
 
 
-def called_with(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
+def called_with(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def call(*inputs: Any, **keywords: Any) -> Any:
-        return ours(own, *inputs, **keywords)
+        return replacement(original, *inputs, **keywords)
 
     return call
