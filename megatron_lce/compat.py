@@ -243,7 +243,7 @@ def is_summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
 
     The search stops at the first node that mixes elements, and covers all parts of a concatenation.
     """
-    found: set[bool] = set()
+    answers: set[bool] = set()
     nodes: list[Any] = [] if hidden.grad_fn is None else [hidden.grad_fn]
     seen = set(nodes)
     while nodes:
@@ -261,15 +261,15 @@ def is_summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
                 f"got None behind {node.name()}"
             )
         if summing and collectives.same_ranks(node.group, group):
-            found.add(True)
+            answers.add(True)
         elif inputs and kind in _KEEP_ELEMENTS and (len(inputs) == 1 or kind in _JOINS):
             nodes += set(inputs) - seen
             seen.update(inputs)
         else:
-            found.add(False)
-    if len(found) > 1:
+            answers.add(False)
+    if len(answers) > 1:
         raise ValueError(
             "hidden must come out of gather_from_sequence_parallel_region or copy_to_tensor_model_parallel_region as a "
             "whole or not at all: it has parts whose gradient is summed over the group there, and others"
         )
-    return True in found
+    return True in answers

@@ -30,13 +30,13 @@ _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, int | None], int]] = We
 _prepared: WeakKeyDictionary[ProcessGroup, set[Any]] = WeakKeyDictionary()  # the same of `prepared_together`
 
 
-def keyword_options(keywords: Mapping[str, Any], known: Any, **fixed: Any) -> Options:
-    """Return the options among an operation's keywords; `known`: its typed dict."""
-    return Options(**fixed, **{name: value for name, value in keywords.items() if name in known.__optional_keys__})
+def keyword_options(keywords: Mapping[str, Any], typed_dict: Any, **fixed: Any) -> Options:
+    """Return the options among an operation's keywords, which `typed_dict` lists."""
+    return Options(**fixed, **{name: value for name, value in keywords.items() if name in typed_dict.__optional_keys__})
 
 
-def check_keywords(operation: str, keywords: Mapping[str, Any], known: Any) -> None:
-    if unknown := sorted(keywords.keys() - known.__optional_keys__):
+def check_keywords(operation: str, keywords: Mapping[str, Any], typed_dict: Any) -> None:
+    if unknown := sorted(keywords.keys() - typed_dict.__optional_keys__):
         raise TypeError(f"{operation} has no keyword {', '.join(unknown)}")
 
 
@@ -101,15 +101,17 @@ def checked_together(
     except (TypeError, ValueError, NotImplementedError) as refusal:
         error = refusal
     group, start, num_rows = options.tp_group, options.vocab_start, validation.num_weight_rows(weight)
-    known, key = _agreed.setdefault(group, {}), (kind, num_rows if start is None else None)
-    if key not in known:
+    columns_by_kind, key = _agreed.setdefault(group, {}), (kind, num_rows if start is None else None)
+    if key not in columns_by_kind:
         described[f"the shape of {names[0]}"] = validation.shape_of(hidden)
-        known[key] = _max_columns(agree(group, described, error, (num_rows, start), group_name), options.vocab_size)
+        columns_by_kind[key] = _max_columns(
+            agree(group, described, error, (num_rows, start), group_name), options.vocab_size
+        )
     elif error is None and start is not None and max_columns is None and not collectives.is_cuda_graph_capturing():
-        known[key] = collectives.all_reduce_max(weight.shape[0], group, weight.device)
+        columns_by_kind[key] = collectives.all_reduce_max(weight.shape[0], group, weight.device)
     if error is not None:
         raise error
-    checks.shard = checks.shard._replace(max_columns=known[key] if max_columns is None else max_columns)
+    checks.shard = checks.shard._replace(max_columns=columns_by_kind[key] if max_columns is None else max_columns)
 
 
 @contextlib.contextmanager
@@ -123,10 +125,10 @@ def prepared_together(group: ProcessGroup, arguments: Mapping[str, Any]) -> Iter
         yield
     except (TypeError, ValueError, RuntimeError) as refusal:
         error = refusal
-    known, kind = _prepared.setdefault(group, set()), _kind(arguments)
-    if kind not in known:
+    prepared_kinds, kind = _prepared.setdefault(group, set()), _kind(arguments)
+    if kind not in prepared_kinds:
         agree(group, {}, error)
-        known.add(kind)
+        prepared_kinds.add(kind)
     if error is not None:
         raise error
 
@@ -146,7 +148,7 @@ def agree(
     for rank, (_, refusal, _) in enumerate(entries):
         if refusal is not None:
             raise ValueError(f"rank {rank} of {group_name} refuses its arguments: {refusal}")
-    for (name, first), *others in zip(*(given for given, _, _ in entries), strict=True):
+    for (name, first), *others in zip(*(pairs for pairs, _, _ in entries), strict=True):
         values = [first, *(x for _, x in others)]
         if len(set(values)) > 1:
             raise ValueError(f"{name} must be the same on every rank of {group_name}, got {', '.join(values)}")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE_SCALARS, LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, ScratchBytes, ceil_div, fp32_scratch_bytes, round_up
-from megatron_lce.core.rows import NUM_TERMS, RowInputs, SoftmaxOfRow
+from megatron_lce.core.rows import NUM_TERMS, RowInputs, RowSoftmax
 from megatron_lce.core.statistics import CHUNK_COLUMNS, num_extremes, num_stats, num_sums
 
 FP32 = torch.float32
@@ -165,13 +165,13 @@ class AllocatingBackend:
         rows: RowInputs,
         options: Options,
         outputs: LinearCrossEntropyOutput,
-    ) -> SoftmaxOfRow:
+    ) -> RowSoftmax:
         requested = (True, True, options.entropy, options.telemetry)
         others: list[Any] = [torch.empty_like(rows.scale) if is_requested else None for is_requested in requested]
-        return SoftmaxOfRow(packed_extremes[0], *others)
+        return RowSoftmax(packed_extremes[0], *others)
 
     def row_terms(
-        self, rows: RowInputs, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
+        self, rows: RowInputs, softmax: RowSoftmax, upstream: Sequence[Tensor | None], options: Options
     ) -> tuple[Tensor, Tensor]:
         num_tokens, with_mean = rows.scale.shape[0], upstream[DIFFERENTIABLE_SCALARS.index("mean_logit")] is not None
         terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)

@@ -9,7 +9,7 @@ from megatron_lce.core.divergence_types import Heads
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import ScratchBytes
-from megatron_lce.core.rows import RowInputs, SoftmaxOfRow
+from megatron_lce.core.rows import RowInputs, RowSoftmax
 
 
 class Backend(Protocol):
@@ -58,13 +58,13 @@ class Backend(Protocol):
         rows: RowInputs,
         options: Options,
         outputs: LinearCrossEntropyOutput,  # out, [N] each, contiguous; None: not requested
-    ) -> SoftmaxOfRow:
+    ) -> RowSoftmax:
         """Turn statistics of the vocabulary into outputs in nats: 0 in ignored rows, NaN in broken ones."""
 
     def row_terms(
         self,
         rows: RowInputs,
-        softmax: SoftmaxOfRow,
+        softmax: RowSoftmax,
         upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE_SCALARS` outputs, [N] fp32, any stride
         options: Options,
     ) -> tuple[Tensor, Tensor]:

@@ -56,8 +56,8 @@ class Call:
 
     def without_tensors(self) -> Self:
         """Return a copy without tensors, which an autograd node saves separately."""
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        return replace(self, hidden=nothing, weight=nothing, labels=nothing, temperature=1.0, candidates=None)
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return replace(self, hidden=empty, weight=empty, labels=empty, temperature=1.0, candidates=None)
 
     def with_tensors(self, hidden: Tensor, weight: Tensor) -> Self:
         """Return a copy with the tensors that an autograd node saved."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowTerms, SoftmaxOfRow, softcap_scale_or_one
+from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowSoftmax, RowTerms, softcap_scale_or_one
 
 
 class CandidateGradients(NamedTuple):
@@ -30,7 +30,7 @@ def candidate_logprobs(
     ids: Tensor,  # [N, K] global
     labels: Tensor,  # [N] global
     rows: RowInputs,
-    softmax: SoftmaxOfRow,
+    softmax: RowSoftmax,
     out: Tensor,  # [N, K]
 ) -> Tensor:
     """Write logprobs to `out`: 0 at padding and in ignored rows, NaN in broken ones. Return them in base 2.
@@ -51,7 +51,7 @@ def candidate_gradients(
     ids: Tensor,  # [N, K] global
     log_p: Tensor,  # [N, K] base 2
     rows: RowInputs,
-    softmax: SoftmaxOfRow,
+    softmax: RowSoftmax,
     packed_terms: Tensor,  # [6 or 7, N]; the upstream gradient of the log-sum-exp is reduced by `upstream`
     call: Call,
 ) -> CandidateGradients:

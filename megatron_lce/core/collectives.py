@@ -68,9 +68,9 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
 
 def all_reduce_max(value: int, group: ProcessGroup, device: torch.device | None) -> int:
     """Return the largest number of any rank. The host waits for it."""
-    largest = torch.tensor(value, dtype=torch.int64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return int(largest)
+    max_value = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(max_value, dist.ReduceOp.MAX, group=group)
+    return int(max_value)
 
 
 def is_cuda_graph_capturing() -> bool:
@@ -80,10 +80,10 @@ def is_cuda_graph_capturing() -> bool:
 
 def all_reduce_any(mask: Tensor, group: ProcessGroup) -> Tensor:
     """Return the union of all ranks' masks."""
-    seen = mask.to(torch.uint8)
+    any_rank = mask.to(torch.uint8)
     with trace_range("any over the group"):
-        dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
-    return seen.bool()
+        dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=group)
+    return any_rank.bool()
 
 
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> None:

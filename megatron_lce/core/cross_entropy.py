@@ -22,7 +22,7 @@ from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.options import DIFFERENTIABLE_OUTPUTS, LinearCrossEntropyOutput
 from megatron_lce.core.row_index import RowIndex
-from megatron_lce.core.rows import RowInputs, SoftmaxOfRow
+from megatron_lce.core.rows import RowInputs, RowSoftmax
 from megatron_lce.core.tokens import tokens_in_blocks
 
 
@@ -72,7 +72,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 "the first one turned the kept logits into gradients in place"
             )
         hidden, weight, index, *per_row, ids, log_p = ctx.saved_tensors
-        rows, softmax = RowInputs(*per_row[: len(RowInputs._fields)]), SoftmaxOfRow(*per_row[len(RowInputs._fields) :])
+        rows, softmax = RowInputs(*per_row[: len(RowInputs._fields)]), RowSoftmax(*per_row[len(RowInputs._fields) :])
         call, plan, needs = ctx.call.with_tensors(hidden, weight), ctx.plan, ctx.needs_input_grad[:2]
         with without_autocast(hidden.device, "linear_cross_entropy backward"):
             tokens = tokens_in_blocks(hidden, RowIndex(ctx.num_tokens, index), plan.block_tokens, call.options)

@@ -13,7 +13,7 @@ from megatron_lce.core.logits_at import csr_from_dense, logits_over_group
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.plan import slices
-from megatron_lce.core.rows import RowInputs, SoftmaxOfRow
+from megatron_lce.core.rows import RowInputs, RowSoftmax
 from megatron_lce.core.statistics import merge_extremes, new_empty_stats
 from megatron_lce.core.tokens import TokenBlock
 
@@ -26,7 +26,7 @@ def outputs_over_group(
     call: Call,
     plan: Plan,
     cache: LogitsCache | None,
-) -> tuple[LinearCrossEntropyOutput, SoftmaxOfRow, Tensor | None]:
+) -> tuple[LinearCrossEntropyOutput, RowSoftmax, Tensor | None]:
     """Return outputs, softmaxes, and candidates' base-2 logprobs [N, K], if any; the same bits on every rank."""
     options, merged = call.options, []
     logits = None if ids is None else torch.empty_like(ids, dtype=torch.float32)

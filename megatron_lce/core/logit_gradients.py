@@ -13,7 +13,7 @@ from megatron_lce.core.collectives import Pending
 from megatron_lce.core.head_gradients import CachedGradLogits
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE_SCALARS
-from megatron_lce.core.rows import RowInputs, RowTerms, SoftmaxOfRow
+from megatron_lce.core.rows import RowInputs, RowSoftmax, RowTerms
 from megatron_lce.core.tokens import TokenBlock
 
 
@@ -112,7 +112,7 @@ class GradLogitsInputs:
 def grad_logits_inputs(
     call: Call,
     rows: RowInputs,
-    softmax: SoftmaxOfRow,
+    softmax: RowSoftmax,
     upstream: dict[str, Tensor | None],  # of these rows' outputs
     ids: Tensor | None = None,  # [N, K], of the candidates
     log_p: Tensor | None = None,  # [N, K] base 2, of the candidates

@@ -80,9 +80,9 @@ class Options:
 def new_outputs(num_rows: int, options: Options, like: Tensor, ids: Tensor | None) -> LinearCrossEntropyOutput:
     """Allocate the requested outputs on like's device; `ids` [..., K] of candidates."""
     outputs: dict[str, Any] = {"entropy": None}
-    asked = {"logprobs": True, "entropy": options.entropy, "lse": True, "candidate_logprobs": False}
+    requested = {"logprobs": True, "entropy": options.entropy, "lse": True, "candidate_logprobs": False}
     for name in LinearCrossEntropyOutput._fields:
-        if asked.get(name, options.telemetry):
+        if requested.get(name, options.telemetry):
             outputs[name] = like.new_empty(num_rows, dtype=torch.int64 if name == "argmax" else torch.float32)
     if ids is not None:
         outputs["candidate_logprobs"] = like.new_empty(num_rows, ids.shape[-1], dtype=torch.float32)

@@ -141,9 +141,9 @@ class HeadSize(NamedTuple):
 
     def check_workspace(self, workspace_bytes: int, *, needs_grad: bool, needs_weight: bool) -> None:
         """Raise ValueError if the workspace is smaller than that."""
-        smallest = self.smallest_workspace(needs_grad=needs_grad, needs_weight=needs_weight)
-        if workspace_bytes < smallest:
-            raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {workspace_bytes}")
+        min_bytes = self.smallest_workspace(needs_grad=needs_grad, needs_weight=needs_weight)
+        if workspace_bytes < min_bytes:
+            raise ValueError(f"workspace_bytes must be at least {min_bytes} for this head, got {workspace_bytes}")
 
 
 def size_of_two_heads(student: HeadSize, reading_bytes: int) -> HeadSize:

@@ -30,7 +30,7 @@ class RowInputs(NamedTuple):
         return RowInputs(*(row[rows] if isinstance(rows, slice) else row.index_select(0, rows) for row in self))
 
 
-class SoftmaxOfRow(NamedTuple):
+class RowSoftmax(NamedTuple):
     """Softmax of each row over the vocabulary, saved for backward, [N] each, base 2.
 
     The two parts of the log-sum-exp are kept apart, so that log2 p = (z - max_logit) - log_sum keeps its last digits.

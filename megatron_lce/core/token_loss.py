@@ -174,7 +174,7 @@ class Losses:
         The tokens themselves are neither the lowest nor the highest. So no mean, maximum or minimum over the tokens is
         the same in both calls.
         """
-        losses, outputs = torch.cat(self._losses), self._joined_outputs()
+        losses, outputs = torch.cat(self._losses), self._cat_outputs()
         num_tokens = losses.shape[0]
         if not num_tokens:
             return losses, losses, losses
@@ -196,14 +196,14 @@ class Losses:
 
         return losses.index_select(0, sample_index), among(others[0]), among(others[1])
 
-    def _joined_outputs(self) -> Any:
+    def _cat_outputs(self) -> Any:
         return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *self._outputs)
 
     def all_tokens(self, row_index: RowIndex) -> tuple[Any, Metrics]:
         """Return the outputs and metrics of all tokens: 0 in skipped rows."""
         if not self._outputs:  # a call of the loss with no tokens gives the names of its metrics
             self.add(self._no_outputs(), torch.empty(0, dtype=torch.bool, device=self.loss_sum.device), slice(0, 0))
-        outputs, names = row_index.scatter_outputs(self._joined_outputs()), self._metrics[0]
+        outputs, names = row_index.scatter_outputs(self._cat_outputs()), self._metrics[0]
         return outputs, {name: row_index.scatter(torch.cat([part[name] for part in self._metrics])) for name in names}
 
 
@@ -235,7 +235,7 @@ def check_graph(loss_sum: Tensor, outputs: Mapping[str, Tensor]) -> None:
     if not loss_sum.requires_grad:
         names = ", ".join(outputs)
         raise ValueError(f"loss must return losses that depend on one of the outputs {names}, got one without a graph")
-    known = {id(output) for output in outputs.values()}
+    output_ids = {id(output) for output in outputs.values()}
     nodes, seen = [loss_sum.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -243,9 +243,9 @@ def check_graph(loss_sum: Tensor, outputs: Mapping[str, Tensor]) -> None:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+        if leaf is not None and id(leaf) not in output_ids:
             raise ValueError(
                 f"loss must not depend on other tensors that require grad, got one of shape {tuple(leaf.shape)}: "
                 "only hidden and weight get a gradient"
             )
-        nodes += [following for following, _ in node.next_functions]
+        nodes += [next_node for next_node, _ in node.next_functions]

@@ -10,8 +10,8 @@ from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
     SCALE_OF_IGNORED_ROW,
     RowInputs,
+    RowSoftmax,
     RowTerms,
-    SoftmaxOfRow,
     logits_factor,
     softcap_scale_or_one,
 )
@@ -39,7 +39,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
 
 def write_outputs(
     packed_extremes: Tensor, sums: Tensor, rows: RowInputs, options: Options, outputs: LinearCrossEntropyOutput
-) -> SoftmaxOfRow:
+) -> RowSoftmax:
     extremes = unpack_extremes(packed_extremes, options.telemetry)
     ignored = rows.ignored
     # If the label's logit is -inf on every rank, no rank owns it: the row is NaN.
@@ -79,11 +79,11 @@ def write_outputs(
     for output, value in zip(outputs, results, strict=True):
         if output is not None and value is not None:
             output.copy_(value)
-    return SoftmaxOfRow(extremes.max_logit, log_sum, label_logprob, entropy, num_columns)
+    return RowSoftmax(extremes.max_logit, log_sum, label_logprob, entropy, num_columns)
 
 
 def row_terms(
-    rows: RowInputs, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
+    rows: RowInputs, softmax: RowSoftmax, upstream: Sequence[Tensor | None], options: Options
 ) -> tuple[Tensor, Tensor]:
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     ignored = rows.ignored

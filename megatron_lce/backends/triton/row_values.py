@@ -16,7 +16,7 @@ from megatron_lce.core.rows import (
     NUM_TERMS,
     SCALE_OF_IGNORED_ROW,
     RowInputs,
-    SoftmaxOfRow,
+    RowSoftmax,
     logits_factor,
     softcap_scale_or_one,
 )
@@ -56,12 +56,12 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
 
 def write_outputs(
     packed_extremes: Tensor, sums: Tensor, rows: RowInputs, options: Options, outputs: LinearCrossEntropyOutput
-) -> SoftmaxOfRow:
+) -> RowSoftmax:
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
     saved = (
         packed_extremes.new_empty(num_tokens) if requested else None for requested in (True, True, entropy, telemetry)
     )
-    softmax = SoftmaxOfRow(packed_extremes[0], *saved)  # type: ignore[arg-type]
+    softmax = RowSoftmax(packed_extremes[0], *saved)  # type: ignore[arg-type]
     tiles.launch(
         _write_outputs_kernel,
         (ceil_div(num_tokens, tiles.ROW_BLOCK),),
@@ -81,7 +81,7 @@ def write_outputs(
 
 
 def row_terms(
-    rows: RowInputs, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
+    rows: RowInputs, softmax: RowSoftmax, upstream: Sequence[Tensor | None], options: Options
 ) -> tuple[Tensor, Tensor]:
     num_tokens = rows.labels.shape[0]
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
@@ -160,7 +160,7 @@ def _write_outputs_kernel(
     sums_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64
     to_nats_ptr,  # [N]
     outputs,  # `LinearCrossEntropyOutput` without candidates, [N] out each; None where not wanted
-    saved,  # `SoftmaxOfRow`, out but for max_logit; None where not wanted
+    saved,  # `RowSoftmax`, out but for max_logit; None where not wanted
     N,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
@@ -223,7 +223,7 @@ _STRIDES = ("grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "g
 def _row_terms_kernel(
     scale_ptr,  # [N] fp32, as all that follow
     to_nats_ptr,
-    saved,  # `SoftmaxOfRow`
+    saved,  # `RowSoftmax`
     grad_logprobs_ptr,  # or None, as the other upstream gradients
     grad_entropy_ptr,
     grad_lse_ptr,
