@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import harness
 import megatron_cases as cases
@@ -49,6 +50,22 @@ def check_reasons_of_one_rank(case: cases.Case, device: torch.device, report: ha
         report.check(f"{case.name}: capture with a reason of one rank", message == expected, message)
         if hook is not None:
             hook.remove()
+
+
+def check_later_steps(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """After its first step the flag exchanges no arguments, whatever masks follow."""
+    chunks = cases.build(case, device)
+    cases.enable(chunks, case, fused=True)
+    batches = cases.microbatches(case, device)
+    forward_step = functools.partial(cases.forward_step, masked=case.masked)
+    counts = []
+    for _ in range(3):
+        with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+            cases.train_step(chunks, forward_step, batches)
+        counts.append(exchange.call_count)
+        for batch in batches:  # one more token of each row is masked
+            batch["loss_mask"][:, int(batch["loss_mask"][0].argmax())] = 0
+    report.check(f"{case.name}: later steps exchange no arguments", counts[1:] == [0, 0], f"{counts} exchanges")
 
 
 # What a hook of one rank may want of the logits of its shard.

@@ -24,6 +24,7 @@ from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, MEGATRONS, MODEL, check_fsdp
 from megatron_heads import check_capture, check_compat, check_logits, check_mtp_capture
 from megatron_ranks import (
     check_arguments_of_one_rank,
+    check_later_steps,
     check_own_groups,
     check_reasons_of_one_rank,
     check_refusal_on_one_rank,
@@ -125,6 +126,7 @@ def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
         (check_reasons_of_one_rank, [cases.Case(), cases.Case(pipeline=True)]),
         (check_refusal_on_one_rank, plain),
         (check_arguments_of_one_rank, plain),
+        (check_later_steps, [cases.Case(known=True), LOSS_TERMS]),
         *((functools.partial(check_fsdp, sharding), [case]) for sharding, case in of_fsdp),
         (check_fsdp_errors, [case for sharding, case in of_fsdp if case == ALONE]),
         (check_own_groups, OWN_GROUPS[: ranks - 1]),
