@@ -22,7 +22,7 @@ from megatron_lce.checks.together import checked_together
 from megatron_lce.core import collectives
 from megatron_lce.core.cross_entropy import linear_cross_entropy_autograd
 from megatron_lce.core.eager import eager
-from megatron_lce.core.options import IGNORE_INDEX, Options
+from megatron_lce.core.options import IGNORE_INDEX, Options, Telemetry
 
 Reduction = Literal["none", "sum", "mean"]
 # Autograd nodes, without "Backward0", that do not mix elements: views, casts, copies, concatenations, and additions and
@@ -176,7 +176,7 @@ def torch_linear_cross_entropy(
         "label_smoothing": label_smoothing,
         "rows of linear_weight": validation.num_weight_rows(linear_weight),
     }
-    smooth = bool(label_smoothing)  # by the mean logit, which is among the telemetry
+    smooth: Telemetry = bool(label_smoothing) and "mean_logit"
     call_options = Options(tp_group, ignore_index=ignored, entropy=False, telemetry=smooth, skip_ignored=skip_ignored)
     name, names = "torch_linear_cross_entropy", ("input", "linear_weight", "target")
     with checked_together(

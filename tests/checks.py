@@ -88,7 +88,8 @@ def check_cross_entropy(share: Share, findings: Findings, floors: Floors | None)
         check_sum(share, actual.grad_hidden, findings, **options)
     same_dtypes = actual.grad_hidden.dtype == hidden.dtype and actual.grad_weight.dtype == weight.dtype
     findings.check(title(share, "gradients have their inputs' dtypes"), same_dtypes)
-    asked = {"entropy": keywords.get("entropy", True), "argmax": keywords.get("telemetry", False)}
+    asked = {"entropy": keywords.get("entropy", True), "argmax": keywords.get("telemetry", False) is True}
+    asked["mean_logit"] = bool(keywords.get("telemetry", False))
     given = all((getattr(actual.outputs, name) is not None) == asked[name] for name in asked)
     right = given and {o.dtype for o in actual.outputs if o is not None} <= {torch.float32, torch.int64}
     findings.check(title(share, "the outputs that were asked for, in fp32"), right)

@@ -27,12 +27,23 @@ from megatron_lce.core.divergence_types import KINDS
 SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99, "gfx942": 64}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPTIONS = ["", "no_entropy", "softcap", "telemetry", "cache", "softcap+telemetry", "softcap+cache", "cache+no_entropy"]
-OPTIONS += ["token_loss", "jsd", "jsd+softcap", "jsd+beta0", "jsd+loss", "jsd+beta0+loss"]
+OPTIONS += [
+    "mean",
+    "mean+cache",
+    "mean+softcap",
+    "token_loss",
+    "jsd",
+    "jsd+softcap",
+    "jsd+beta0",
+    "jsd+loss",
+    "jsd+beta0+loss",
+]
 OPTIONS += ["candidates", "ids", "fp32_weight"]
 # Every kernel and option once.
 SOME = [
     (BF16, "softcap"),
     (FP16, "telemetry+cache"),
+    (BF16, "mean"),
     (FP32, ""),
     (BF16, "jsd"),
     (BF16, "jsd+loss"),
@@ -119,7 +130,8 @@ def run(dtype: torch.dtype, option: str) -> None:
         logprobs.sum().backward()
         megatron_lce.linear_topk(hidden, weight, 64, backend="triton")
         return
-    keywords = {"softcap": softcap, "telemetry": "telemetry" in options, "backend": "triton"}
+    telemetry = "mean_logit" if "mean" in options else "telemetry" in options
+    keywords = {"softcap": softcap, "telemetry": telemetry, "backend": "triton"}
     if "token_loss" in options:
         token_loss._codes.add(token_loss.code_of(nll))  # the host looks at a new loss, and these tensors have no values
         megatron_lce.linear_token_loss(hidden, weight, labels, nll, **keywords).loss.backward()

@@ -16,6 +16,7 @@ from tests.problems import BETAS
 FP16 = torch.float16
 PER_TOKEN, UNUSABLE = {"temperature": SOMEWHERE[0]}, {"temperature": SOMEWHERE[1]}
 TELEMETRY, SKIPPED, COUNTED = {"telemetry": True}, {"skip_ignored": True}, {"skip_ignored": "count"}
+MEAN = {"telemetry": "mean_logit"}
 SOME, KEPT = {"ignored": 0.3}, {"logits_cache_bytes": 2**30}
 
 
@@ -60,6 +61,7 @@ TOKEN_LOSSES = [
     case("loss, bf16, padding", **LOSS, **WIDE_LOSS, dtype=BF16, vocab_size=590, workspace_bytes=200_000),
     case("loss, bf16, softcap", **LOSS, **WIDE_LOSS, dtype=BF16, softcap=30.0, workspace_bytes=200_000),
     case("loss, bf16, skipped", **LOSS, **WIDE_LOSS, dtype=BF16, logits_scale=0.7, workspace_bytes=190_000, **SKIPPED),
+    *each("loss, the mean alone", **LOSS, **WIDE_LOSS | MEAN, vocab_size=590, workspace_bytes=BLOCKS),
     case("loss, bf16, few at a time", **LOSS, **WIDE_LOSS, dtype=BF16, workspace_bytes=60_000, bits=True),
     # Where 16-bit products are wider than a row and fp32 ones are not, the sum of the weight's gradient has to fit.
     *each("loss, H=1", **LOSS, shape=(5,), hidden_size=1, shards=(40,)),
@@ -100,6 +102,7 @@ OPTIONS = [
     {"telemetry": True, "entropy": False, "softcap": 5.0, "temperature": 2.0},
     {"vocab_size": 37},
     {"vocab_size": 37, "telemetry": True, "softcap": 2.0},
+    {"vocab_size": 37, "telemetry": "mean_logit", "softcap": 2.0},
 ]
 SLABS = {"shape": (40,), "shards": (400,), **TELEMETRY}
 OUTPUTS = [("logprobs",), ("entropy",), ("lse",), ("mean_logit",), ("entropy", "lse", "mean_logit")]
@@ -129,6 +132,8 @@ CROSS_ENTROPY = [
     # p = 2^(z - lse) of one fp32 lse would be off by a rounding of lse, the same for a whole row.
     case("gradients far from zero", shape=(40,), shards=(300,), offset=1e5),
     case("a spread of thousands", shape=(17,), shards=(70,), logit_std=2000.0, **TELEMETRY),
+    case("a mean of thousands", shape=(17,), shards=(300,), logit_std=2000.0, entropy=False, **MEAN),
+    *each("the mean alone", shape=(40,), shards=(600,), vocab_size=590, bits=True, **SOME, **UNUSABLE, **MEAN, **KEPT),
     case("ignored rows with any logits", shape=(17,), shards=(70,), logit_std=2000.0, ignored=0.5),
 ]
 WITHIN = {"shape": (10, 3), "shards": (300,), "bits": True, **TELEMETRY, **PER_TOKEN}

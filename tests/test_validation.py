@@ -49,6 +49,7 @@ WRONG_NUMBERS = {
     "a number that fp32 holds": {"softcap": [1e39], "logits_scale": [1e39], "temperature": [1e-39]},
     "at least 0": {"vocab_start": [-1], "logits_cache_bytes": [-1], "workspace_bytes": [-1]},
     "at least 0 and at most the number of rows, 4": {"skip_ignored": [-1, 5]},
+    'a bool or "mean_logit"': {"telemetry": ["mean"]},
     "torch.bfloat16 or None": {"logits_dtype": [torch.float32, torch.float16, "bfloat16"]},
 }
 

@@ -35,7 +35,7 @@ CROSS_ENTROPY = COMMON | {
     "logits_scale": SCALES,
     "softcap": SOFTCAPS,
     "entropy": st.booleans(),
-    "telemetry": st.booleans(),
+    "telemetry": st.sampled_from([False, True, "mean_logit"]),
     "logits_dtype": st.sampled_from([None, None, BF16]),
     "candidates": st.sampled_from([None, None, 1, 4, 30]),  # how many a token
     "skip_ignored": st.sampled_from([False, False, True, "count", "miscount"]),

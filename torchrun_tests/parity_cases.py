@@ -124,6 +124,7 @@ CASES = [
 BITS = [
     case("bits, fp32", shards=of_128, **ASKED),
     case("bits, bf16", shards=of_128, dtype=BF16, **ASKED),
+    case("bits, the mean alone", shards=of_128, dtype=BF16, bits=True, telemetry="mean_logit"),
     case("bits, rounded", shards=of_128, dtype=BF16, logits_dtype=BF16, **ASKED),
     case("bits, fp32 weight", shards=of_128, dtype=BF16, fp32_weight=True, **ASKED),
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.core.options import BackendName, WeightGradSink
+from megatron_lce.core.options import BackendName, Telemetry, WeightGradSink
 
 
 class _LogitsKeywords(TypedDict, total=False):
@@ -24,7 +24,7 @@ class _LogitsKeywords(TypedDict, total=False):
 class _LabelsKeywords(TypedDict, total=False):
     ignore_index: int
     entropy: bool
-    telemetry: bool
+    telemetry: Telemetry
     candidates: Tensor | None
     skip_ignored: bool | int
 

@@ -8,7 +8,14 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import checked_together
 from megatron_lce.core.cross_entropy import linear_cross_entropy_autograd
 from megatron_lce.core.eager import eager
-from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
+from megatron_lce.core.options import (
+    WORKSPACE_BYTES,
+    BackendName,
+    LinearCrossEntropyOutput,
+    Options,
+    Telemetry,
+    WeightGradSink,
+)
 
 
 @validation.renamed("skip_ignored", "skip_masked")
@@ -27,7 +34,7 @@ def linear_cross_entropy(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     entropy: bool = True,
-    telemetry: bool = False,
+    telemetry: Telemetry = False,
     logits_dtype: torch.dtype | None = None,
     candidates: Tensor | None = None,
     skip_ignored: bool | int = False,
@@ -72,7 +79,7 @@ def linear_cross_entropy(
             `None`: no padding.
         entropy: False: `entropy` is None and costs nothing.
         telemetry: True: `max_logit`, `min_logit`, `argmax`, `sum_pi_squared`, `logits_norm` and `mean_logit` are
-            filled; only `mean_logit` has a gradient. False: they cost nothing.
+            filled; only `mean_logit` has a gradient. "mean_logit": it alone. False: they cost nothing.
         logits_dtype: torch.bfloat16: each product is rounded once, before scale, softcap and temperature, as a sampler
             rounds its logits (docs/numerics.md); backward is straight-through. `None`: never rounded.
         candidates: int64 [..., K] global ids, K for each label, in any order, repeated or not; negative: padding.

@@ -190,8 +190,11 @@ class Checks:
         self.options = options = self.options if options is None else options
         ranks, hidden, num_rows, shards = self.ranks, self.hidden, self.weight.shape[0], self.sequence_shards
         hidden_name, _, labels_name = self.names
-        for name in ("entropy", "telemetry", "reduce_grad_hidden"):
+        for name in ("entropy", "reduce_grad_hidden"):
             validation.check_bool(name, getattr(options, name))
+        telemetry, wanted = options.telemetry, 'be a bool or "mean_logit"'
+        require(isinstance(telemetry, bool | str), "telemetry", wanted, type(telemetry).__name__, TypeError)
+        require(isinstance(telemetry, bool) or telemetry == "mean_logit", "telemetry", wanted, repr(telemetry))
         validation.check_label_tensor(labels, labels_name)
         validation.check_same(labels_name, f"be on {hidden_name}'s device", hidden.device, labels.device)
         shape, gathered = tuple(labels.shape), f" gathered over {shards} sequence-parallel ranks" * (shards > 1)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.options import DIFFERENTIABLE_SCALARS, LinearCrossEntropyOutput, Options, Shard
+from megatron_lce.core.options import DIFFERENTIABLE_SCALARS, LinearCrossEntropyOutput, Options, Shard, Telemetry
 from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, ScratchBytes, ceil_div, fp32_scratch_bytes, round_up
 from megatron_lce.core.rows import NUM_TERMS, RowInputs, RowSoftmax
 from megatron_lce.core.statistics import CHUNK_COLUMNS, num_extremes, num_stats, num_sums
@@ -125,7 +125,7 @@ class AllocatingBackend:
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
 
-    def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> ScratchBytes:
+    def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: Telemetry) -> ScratchBytes:
         if weight.dtype == FP32:
             return fp32_scratch_bytes(weight.shape[1], 2, CHUNK_COLUMNS)
         return ScratchBytes(CHUNK_COLUMNS, tile_columns=2 * CHUNK_COLUMNS)
@@ -152,7 +152,7 @@ class AllocatingBackend:
         return stats
 
     def merge_chunks(
-        self, stats: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
+        self, stats: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: Telemetry
     ) -> tuple[Tensor, Tensor]:
         num_tokens = stats.shape[2]
         sums = stats.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_lce.core.divergence_types import Heads
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard, Telemetry
 from megatron_lce.core.plan import ScratchBytes
 from megatron_lce.core.rows import RowInputs, RowSoftmax
 
@@ -15,7 +15,7 @@ from megatron_lce.core.rows import RowInputs, RowSoftmax
 class Backend(Protocol):
     """The primitives of every operation."""
 
-    def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> ScratchBytes:
+    def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: Telemetry) -> ScratchBytes:
         """Return the bytes of intermediates that the primitives allocate."""
 
     def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> RowInputs:
@@ -43,7 +43,7 @@ class Backend(Protocol):
         all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns that make up the vocabulary
         num_columns: int,  # of the chunks
         entropy: bool,
-        telemetry: bool,
+        telemetry: Telemetry,
     ) -> tuple[Tensor, Tensor]:
         """Return the extremes of the vocabulary [E, N], and the sums of the chunks, int64 [`num_sums`, N].
 

@@ -12,7 +12,7 @@ from megatron_lce.core.backend import Backend
 from megatron_lce.core.matmul import matmul
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ALIGNED_COLUMNS, HeadSize
-from megatron_lce.core.statistics import num_stats
+from megatron_lce.core.statistics import num_extremes, num_stats
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Call:
             hidden_size=hidden.shape[1],
             max_columns=self.shard.max_columns,
             itemsize=self.weight.element_size(),
-            stats_rows=num_stats(options.entropy, options.telemetry) + 2 * options.telemetry,
+            stats_rows=num_stats(options.entropy, options.telemetry) + num_extremes(options.telemetry) - 2,
             scratch=self.backend.scratch_bytes(hidden, self.weight, options.telemetry),
             needs_weight_acc=self.weight.dtype != torch.float32 and options.weight_grad_sink is None,
             shards_aligned=not any(

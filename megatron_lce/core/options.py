@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 BackendName = Literal["auto", "triton", "torch"]
+Telemetry = bool | Literal["mean_logit"]
 WORKSPACE_BYTES = 512 * 2**20  # the default cap on transient buffers
 IGNORE_INDEX = -100  # the label of an ignored row, as in torch
 
@@ -23,7 +24,7 @@ class LinearCrossEntropyOutput(NamedTuple):
     argmax          int64, global vocabulary id of the largest logit, the lowest on ties, -1 in NaN rows; no gradient
     sum_pi_squared  fp32, sum of p^2 over the valid columns; no gradient
     logits_norm     fp32, L2 norm of the logits of the valid columns, NaN where one is beyond 1e18; no gradient
-    mean_logit      fp32, mean of the logits of the valid columns, NaN where one is beyond 1e18
+    mean_logit      fp32, mean of the logits of the valid columns, NaN where one is beyond 1e18, or alone 1e16
     candidate_logprobs  fp32 [..., K], log p(candidate), never positive, with the bits of `logprobs` at the label
     """
 
@@ -66,7 +67,7 @@ class Options:
     vocab_start: int | None = None
     vocab_size: int | None = None
     entropy: bool = True
-    telemetry: bool = False
+    telemetry: Telemetry = False
     logits_dtype: torch.dtype | None = None
     candidates: Tensor | None = None
     skip_ignored: bool | int = False
@@ -81,8 +82,9 @@ def new_outputs(num_rows: int, options: Options, like: Tensor, ids: Tensor | Non
     """Allocate the requested outputs on like's device; `ids` [..., K] of candidates."""
     outputs: dict[str, Any] = {"entropy": None}
     requested = {"logprobs": True, "entropy": options.entropy, "lse": True, "candidate_logprobs": False}
+    requested["mean_logit"] = bool(options.telemetry)
     for name in LinearCrossEntropyOutput._fields:
-        if requested.get(name, options.telemetry):
+        if requested.get(name, options.telemetry is True):
             outputs[name] = like.new_empty(num_rows, dtype=torch.int64 if name == "argmax" else torch.float32)
     if ids is not None:
         outputs["candidate_logprobs"] = like.new_empty(num_rows, ids.shape[-1], dtype=torch.float32)

@@ -40,7 +40,7 @@ class RowSoftmax(NamedTuple):
     log_sum: Tensor
     label_logprob: Tensor
     entropy: Tensor | None = None
-    num_columns: Tensor | None = None  # fp32, of the vocabulary; with telemetry
+    num_columns: Tensor | None = None  # fp32, of the vocabulary; with a mean logit
 
 
 class RowTerms(NamedTuple):

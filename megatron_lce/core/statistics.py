@@ -16,9 +16,10 @@ logprob is ever positive. The terms of S and T are rounded to integer multiples 
 not depend on the order: outputs have the same bits however the vocabulary is split over ranks, as long as it is split
 between chunks. Rounding adds an error of 2^-37 per chunk to a sum of at least 1.
 
-Telemetry adds the sums of 2^(2 (z - m)), z and z^2. The first is merged as S is, with the square of the factor. The
+Telemetry adds the sums of z, 2^(2 (z - m)) and z^2. The second is merged as S is, with the square of the factor. The
 others are rounded as sums of z / A and (z / A)^2, where A is the largest absolute logit of the vocabulary; their error
-is relative to A. The number of columns is summed, too.
+is relative to A. The number of columns is summed, too. The mean logit alone takes the sum of z and no other, and the
+largest absolute sum of a chunk bounds A.
 
 The statistics of a chunk are the rows of `stats` [chunks, K, N] fp32: extremes, then sums. If a logit of the chunk is
 NaN, its largest logit is NaN.
@@ -28,6 +29,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_lce.core.options import Telemetry
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -42,46 +45,49 @@ class Extremes(NamedTuple):
 
     max_logit: Tensor
     label_logit: Tensor  # -inf if the label is not among the columns
-    min_logit: Tensor | None = None
+    min_logit: Tensor | None = None  # for the mean alone: minus the largest absolute sum of a chunk
     argmax: Tensor | None = None  # int32 global id, whose bits are packed
 
 
-def num_extremes(telemetry: bool) -> int:
+def num_extremes(telemetry: Telemetry) -> int:
     """Return E, the number of rows of extremes."""
-    return 2 + 2 * telemetry
+    return 2 + bool(telemetry) + (telemetry is True)
 
 
-def num_sums(entropy: bool, telemetry: bool) -> int:
+def num_sums(entropy: bool, telemetry: Telemetry) -> int:
     """Return the number of sums of the vocabulary: with telemetry the last row, which chunks lack, counts columns."""
-    return 1 + entropy + 4 * telemetry
+    return 1 + entropy + 2 * bool(telemetry) + 2 * (telemetry is True)
 
 
-def num_stats(entropy: bool, telemetry: bool) -> int:
+def num_stats(entropy: bool, telemetry: Telemetry) -> int:
     """Return K, the number of rows of a chunk: extremes, sum_exp, with an entropy sum_exp_logit, the others."""
-    return num_extremes(telemetry) + num_sums(entropy, telemetry) - telemetry
+    return num_extremes(telemetry) + num_sums(entropy, telemetry) - bool(telemetry)
 
 
-def unpack_extremes(packed: Tensor, telemetry: bool) -> Extremes:
+def unpack_extremes(packed: Tensor, telemetry: Telemetry) -> Extremes:
     """Return the extremes in the first rows of a tensor [..., E or more, N]."""
     rows = packed.unbind(dim=-2)[: num_extremes(telemetry)]
     return Extremes(*rows[:3], *(row.view(torch.int32) for row in rows[3:]))
 
 
-def merge_extremes(extremes: Tensor, telemetry: bool) -> Tensor:
+def merge_extremes(extremes: Tensor, telemetry: Telemetry) -> Tensor:
     """Merge the extremes [S, E or more, N] of S disjoint sets of columns, to [E, N]."""
     merged = extremes[:, :2].amax(dim=0)  # NaN if any is
     if not telemetry:
         return merged
+    merged = torch.cat([merged, extremes[:, 2].amin(dim=0, keepdim=True)])
+    if telemetry is not True:
+        return merged
     ids = torch.where(extremes[:, 0] == merged[0], extremes[:, 3].view(torch.int32), NO_ID)
-    argmax = ids.amin(dim=0, keepdim=True).view(torch.float32)  # the lowest on ties
-    return torch.cat([merged, extremes[:, 2].amin(dim=0, keepdim=True), argmax])
+    return torch.cat([merged, ids.amin(dim=0, keepdim=True).view(torch.float32)])  # the lowest on ties
 
 
-def new_empty_stats(num_tokens: int, entropy: bool, telemetry: bool, device: torch.device) -> Tensor:
+def new_empty_stats(num_tokens: int, entropy: bool, telemetry: Telemetry, device: torch.device) -> Tensor:
     """Return statistics [1, K, N] of a chunk without columns, as of a shard that is all padding."""
     stats = torch.zeros(1, num_stats(entropy, telemetry), num_tokens, dtype=torch.float32, device=device)
     stats[:, :2] = -torch.inf
     if telemetry:
         stats[:, 2] = torch.inf  # the smallest logit
+    if telemetry is True:
         stats[:, 3].view(torch.int32).fill_(NO_ID)
     return stats

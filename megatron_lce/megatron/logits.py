@@ -84,8 +84,8 @@ class UncomputedLogits(Tensor):
         check_choice("reduction", reduction, get_args(Reduction))
         labels = as_int64(labels)
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
-        with_mean_logit = telemetry or label_smoothing > 0
-        options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": with_mean_logit}
+        wanted = telemetry or (label_smoothing > 0 and "mean_logit")
+        options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": wanted}
         if upstream_check is None or not torch.is_grad_enabled():
             out = self.call.run(linear_cross_entropy, labels, **options)
             losses = loss(out)

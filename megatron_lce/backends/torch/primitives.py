@@ -13,7 +13,7 @@ from megatron_lce.backends.torch.indexed_dot import bag_sums, indexed_logits, wr
 from megatron_lce.backends.torch.row_values import prepare_rows, row_terms, write_outputs
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.matmul import copies_to_fp32, matmul
-from megatron_lce.core.options import Options
+from megatron_lce.core.options import Options, Telemetry
 from megatron_lce.core.plan import ScratchBytes, slices
 from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowTerms, softcap_scale
 from megatron_lce.core.statistics import (
@@ -30,13 +30,14 @@ from megatron_lce.core.statistics import (
 _ROWS = 1024  # rows that `scale_rows` holds in fp32 at a time
 
 
-def scratch_bytes(hidden: Tensor, weight: Tensor, telemetry: bool) -> ScratchBytes:
+def scratch_bytes(hidden: Tensor, weight: Tensor, telemetry: Telemetry) -> ScratchBytes:
     # Without a cache, which would save little where this backend runs.
     hidden_row, weight_row = upcast_row_bytes(hidden, weight.dtype), upcast_row_bytes(weight, weight.dtype)
+    matrices = 3 + (telemetry is True)  # logits of a chunk, exponentials, temporaries
     return ScratchBytes(
         CHUNK_COLUMNS,
         slab_per_logit=3 * 4,
-        stats_per_token=4 * (3 + telemetry) * CHUNK_COLUMNS + hidden_row,  # a chunk's logits, exponentials, temporaries
+        stats_per_token=4 * matrices * CHUNK_COLUMNS + hidden_row,
         stats_per_column=weight_row,
         slab_per_token=hidden_row,
         slab_per_column=weight_row,
@@ -84,7 +85,7 @@ def chunk_stats_of_logits(raw_logits: Tensor, row_scale: Tensor) -> Tensor:
 
 
 def merge_chunks(
-    stats: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
+    stats: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: Telemetry
 ) -> tuple[Tensor, Tensor]:
     # Chunk by chunk: torch may round an exponential differently depending on its place in a longer tensor.
     packed_extremes = merge_extremes(all_extremes, telemetry)
@@ -103,12 +104,10 @@ def merge_chunks(
         if entropy:
             terms.append(torch.where(factor > 0, factor * (others.pop(0) + sum_exp * shift), 0.0))
         if max_abs_logit is not None:
-            sum_exp_squared, sum_logit, sum_logit_squared = others
-            terms += [
-                factor * factor * sum_exp_squared,
-                sum_logit / max_abs_logit,
-                sum_logit_squared / max_abs_logit / max_abs_logit,
-            ]
+            terms.append(others.pop(0) / max_abs_logit)
+        if telemetry is True:
+            sum_exp_squared, sum_logit_squared = others
+            terms += [factor * factor * sum_exp_squared, sum_logit_squared / max_abs_logit / max_abs_logit]
         for total, term in zip(sums, terms, strict=False):
             total += (term / FIXED_POINT_UNIT).long()
     return packed_extremes, sums
@@ -168,25 +167,27 @@ def upcast_row_bytes(matrix: Tensor, weight: torch.dtype) -> int:
     return 4 * matrix.shape[1] if copied else 0
 
 
-def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, telemetry: bool) -> Tensor:
+def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, telemetry: Telemetry) -> Tensor:
     """Return statistics [K, N] of one chunk of base-2 logits [N, C], whose first column has this id."""
     has_label = (labels >= 0) & (labels < logits.shape[1])
     label_logit = logits.gather(1, torch.where(has_label, labels, 0).long()[:, None])[:, 0]
     max_logit, argmax = logits.max(dim=1)
     max_logit.clamp_(min=LOWEST_LOGIT)  # a chunk may be -inf throughout
-    logit_sums = [logits.sum(dim=1), logits.square().sum(dim=1)] if telemetry else []
     shifted = logits.sub(max_logit[:, None])
     exp = shifted.exp2()
     sum_exp = exp.sum(dim=1)
     max_logit = torch.where(sum_exp.isnan(), sum_exp, max_logit)
     stats = [max_logit, torch.where(has_label, label_logit, -torch.inf)]
-    if telemetry:
+    sum_logit = [logits.sum(dim=1)] if telemetry else []
+    squares = [exp.square().sum(dim=1), logits.square().sum(dim=1)] if telemetry is True else []
+    if telemetry is True:
         stats += [logits.amin(dim=1), (argmax + first_id).int().view(torch.float32)]
-    sum_exp_squared = [exp.square().sum(dim=1)] if telemetry else []
+    else:
+        stats += [-total.abs() for total in sum_logit]
     stats.append(sum_exp)
     if entropy:
         stats.append(exp.mul_(shifted.clamp_(min=LOWEST_LOGIT)).sum(dim=1))  # 0 times -inf must be 0
-    return torch.stack(stats + sum_exp_squared + logit_sums)
+    return torch.stack(stats + sum_logit + squares)
 
 
 def scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:

@@ -58,24 +58,26 @@ def write_outputs(
         in_nats(label_logprob), None if entropy is None else in_nats(entropy), in_nats(extremes.max_logit + log_sum)
     )
     num_columns = None
-    if extremes.min_logit is not None and extremes.argmax is not None:
-        max_logit = in_nats(extremes.max_logit)
-        argmax = torch.where(max_logit.isnan(), -1, torch.where(ignored, 0, extremes.argmax))
+    if extremes.min_logit is not None:
         max_abs_logit = torch.maximum(extremes.max_logit.abs(), extremes.min_logit.abs())
         # NaN if the sum of squares of a chunk overflows fp32.
         zero_or_nan_if_huge = zero_or_nan + CHUNK_COLUMNS * max_abs_logit * max_abs_logit * 0.0
-        sum_exp_squared, sum_logit, sum_logit_squared = others[-4:-1]
-        num_columns = sums[-1].float()
-        results = results._replace(
-            max_logit=max_logit,
-            min_logit=in_nats(extremes.min_logit),
-            argmax=argmax.long(),
-            sum_pi_squared=torch.where(
-                ignored, 0.0, sum_exp_squared / (sum_exp * sum_exp) + zero_or_nan + to_nats * 0.0
-            ),
-            logits_norm=in_nats(max_abs_logit * sum_logit_squared.sqrt() + zero_or_nan_if_huge),
-            mean_logit=in_nats(max_abs_logit * (sum_logit / num_columns) + zero_or_nan_if_huge),
-        )
+        sum_logit, num_columns = others[int(options.entropy)], sums[-1].float()
+        mean_logit = in_nats(max_abs_logit * (sum_logit / num_columns) + zero_or_nan_if_huge)
+        results = results._replace(mean_logit=mean_logit)
+        if extremes.argmax is not None:
+            max_logit = in_nats(extremes.max_logit)
+            argmax = torch.where(max_logit.isnan(), -1, torch.where(ignored, 0, extremes.argmax))
+            sum_exp_squared, sum_logit_squared = others[-3:-1]
+            results = results._replace(
+                max_logit=max_logit,
+                min_logit=in_nats(extremes.min_logit),
+                argmax=argmax.long(),
+                sum_pi_squared=torch.where(
+                    ignored, 0.0, sum_exp_squared / (sum_exp * sum_exp) + zero_or_nan + to_nats * 0.0
+                ),
+                logits_norm=in_nats(max_abs_logit * sum_logit_squared.sqrt() + zero_or_nan_if_huge),
+            )
     for output, value in zip(outputs, results, strict=True):
         if output is not None and value is not None:
             output.copy_(value)

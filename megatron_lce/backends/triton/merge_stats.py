@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.packed import extremes_at, sums_at
+from megatron_lce.core.options import Telemetry
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
@@ -47,7 +48,7 @@ def chunk_stats_of_logits(raw_logits: Tensor, row_scale: Tensor) -> Tensor:
 
 
 def merge_chunks(
-    stats: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
+    stats: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: Telemetry
 ) -> tuple[Tensor, Tensor]:
     num_chunks, rows_of_chunk, num_tokens = stats.shape
     num_sets, rows_of_set, _ = all_extremes.shape
@@ -70,7 +71,8 @@ def merge_chunks(
         set_stride=rows_of_set * num_tokens,
         num_columns=num_columns,
         ENTROPY=entropy,
-        TELEMETRY=telemetry,
+        MEAN=bool(telemetry),
+        TELEMETRY=telemetry is True,
         BLOCK_S=64,
         BLOCK_N=block_n,
         num_warps=1,
@@ -104,7 +106,7 @@ def _chunk_stats_of_logits_kernel(
     max_logit = tl.where(sum_exp == sum_exp, max_logit, float("nan"))  # tl.max passes over a NaN
     out = stats_ptr + chunks.to(tl.int64)[None, :] * (3 * N) + offs_n[:, None]
     out_mask = (offs_n < N)[:, None] & (chunks * CHUNK < C)[None, :]
-    extremes, sums = extremes_at(out, N), sums_at(out, N, False, 2)
+    extremes, sums = extremes_at(out, N), sums_at(out, N, False, False, 2)
     tl.store(extremes.max_logit, max_logit, out_mask)
     tl.store(extremes.label_logit, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), out_mask)
     tl.store(sums.sum_exp, sum_exp, out_mask)
@@ -115,7 +117,7 @@ def _merge_chunks_kernel(
     stats_ptr,  # [S, K, N]
     all_extremes_ptr,  # [num_sets, >= E, N] of the whole vocabulary
     extremes_ptr,  # [E, N] out, its extremes
-    out_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64 out
+    out_ptr,  # [`num_sums`, N] int64 out
     S,
     num_sets,
     N,
@@ -123,6 +125,7 @@ def _merge_chunks_kernel(
     set_stride,
     num_columns,
     ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
     TELEMETRY: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -143,11 +146,13 @@ def _merge_chunks_kernel(
         any_nan = tl.max((logits != logits).to(tl.int32), 0) > 0  # tl.max ignores NaN
         max_logit = tl.where(any_nan, float("nan"), largest)
         label_logit = tl.maximum(label_logit, tl.max(tl.load(extremes.label_logit, mask, other=float("-inf")), 0))
-        if TELEMETRY:
+        if MEAN:
             min_logit = tl.minimum(min_logit, tl.min(tl.load(extremes.min_logit, mask, other=float("inf")), 0))
     merged = extremes_at(extremes_ptr + offs_n, N)
     tl.store(merged.max_logit, max_logit, row_mask)
     tl.store(merged.label_logit, label_logit, row_mask)
+    if MEAN:
+        tl.store(merged.min_logit, min_logit, row_mask)
     if TELEMETRY:
         argmax = tl.full((BLOCK_N,), _NO_ID, tl.int32)
         for start in range(0, num_sets, BLOCK_S):
@@ -158,24 +163,23 @@ def _merge_chunks_kernel(
             at_max = tl.load(extremes.max_logit, mask, other=float("-inf")) == max_logit[None, :]
             set_argmax = tl.load(extremes.argmax, mask, other=0.0).to(tl.int32, bitcast=True)
             argmax = tl.minimum(argmax, tl.min(tl.where(at_max & mask, set_argmax, _NO_ID), 0))
-        tl.store(merged.min_logit, min_logit, row_mask)
         tl.store(merged.argmax, argmax.to(tl.float32, bitcast=True), row_mask)
 
     max_logit = tl.where(row_mask, max_logit, 0.0)
     sum_exp = tl.zeros((BLOCK_N,), tl.int64)
     sum_exp_logit = tl.zeros((BLOCK_N,), tl.int64)
-    if TELEMETRY:
+    if MEAN:
         min_logit = tl.where(row_mask, min_logit, 0.0)
         max_abs_logit = tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
         max_abs_logit = tl.where(max_abs_logit > 0, max_abs_logit, 1.0)[None, :]
-        sum_exp_squared = tl.zeros((BLOCK_N,), tl.int64)
         sum_logit = tl.zeros((BLOCK_N,), tl.int64)
+        sum_exp_squared = tl.zeros((BLOCK_N,), tl.int64)
         sum_logit_squared = tl.zeros((BLOCK_N,), tl.int64)
     for start in range(0, S, BLOCK_S):
         offs_s = start + tl.arange(0, BLOCK_S)
         mask = (offs_s < S)[:, None] & row_mask[None, :]
         chunk = stats_ptr + offs_s.to(tl.int64)[:, None] * stats_stride + offs_n[None, :]
-        sums = sums_at(chunk, N, ENTROPY, 2 + 2 * TELEMETRY)
+        sums = sums_at(chunk, N, ENTROPY, TELEMETRY, 2 + MEAN + TELEMETRY)
         shift = tl.load(extremes_at(chunk, N).max_logit, mask, other=float("-inf")) - max_logit[None, :]
         rescale = tl.exp2(shift)
         chunk_sum = tl.load(sums.sum_exp, mask, other=0.0)
@@ -185,19 +189,21 @@ def _merge_chunks_kernel(
             finite_shift = tl.where(rescale > 0, shift, 0.0)
             terms = rescale * (chunk_sum_exp_logit + chunk_sum * finite_shift)
             sum_exp_logit += tl.sum((terms * _UNITS).to(tl.int64), 0)
+        if MEAN:
+            terms = tl.load(sums.sum_logit, mask, other=0.0) / max_abs_logit
+            sum_logit += tl.sum((terms * _UNITS).to(tl.int64), 0)
         if TELEMETRY:
             terms = rescale * rescale * tl.load(sums.sum_exp_squared, mask, other=0.0)
             sum_exp_squared += tl.sum((terms * _UNITS).to(tl.int64), 0)
-            terms = tl.load(sums.sum_logit, mask, other=0.0) / max_abs_logit
-            sum_logit += tl.sum((terms * _UNITS).to(tl.int64), 0)
             terms = tl.load(sums.sum_logit_squared, mask, other=0.0) / max_abs_logit / max_abs_logit
             sum_logit_squared += tl.sum((terms * _UNITS).to(tl.int64), 0)
-    total = sums_at(out_ptr + offs_n, N, ENTROPY, 0)
+    total = sums_at(out_ptr + offs_n, N, ENTROPY, TELEMETRY, 0)
     tl.store(total.sum_exp, sum_exp, row_mask)
     if ENTROPY:
         tl.store(total.sum_exp_logit, sum_exp_logit, row_mask)
     if TELEMETRY:
         tl.store(total.sum_exp_squared, sum_exp_squared, row_mask)
-        tl.store(total.sum_logit, sum_logit, row_mask)
         tl.store(total.sum_logit_squared, sum_logit_squared, row_mask)
+    if MEAN:
+        tl.store(total.sum_logit, sum_logit, row_mask)
         tl.store(total.num_columns, tl.zeros((BLOCK_N,), tl.int64) + num_columns, row_mask)

@@ -15,10 +15,10 @@ class Sums(NamedTuple):
 
     sum_exp: Tensor
     sum_exp_logit: Tensor  # with an entropy
-    sum_exp_squared: Tensor  # this and the others with telemetry
-    sum_logit: Tensor
+    sum_logit: Tensor  # with a mean logit
+    sum_exp_squared: Tensor  # with all telemetry, as sum_logit_squared
     sum_logit_squared: Tensor
-    num_columns: Tensor  # of the vocabulary
+    num_columns: Tensor  # of the vocabulary, with a mean logit
 
 
 @triton.jit
@@ -39,19 +39,19 @@ def extremes_at(first, stride):
     return Extremes(
         max_logit=first,
         label_logit=first + stride,
-        min_logit=first + 2 * stride,  # with telemetry, as argmax
-        argmax=first + 3 * stride,
+        min_logit=first + 2 * stride,  # with a mean logit
+        argmax=first + 3 * stride,  # with all telemetry
     )
 
 
 @triton.jit
-def sums_at(first, stride, ENTROPY: tl.constexpr, EXTREMES: tl.constexpr):
+def sums_at(first, stride, ENTROPY: tl.constexpr, TELEMETRY: tl.constexpr, EXTREMES: tl.constexpr):
     """EXTREMES: number of rows before the sums."""
     return Sums(
         sum_exp=first + EXTREMES * stride,
         sum_exp_logit=first + (EXTREMES + 1) * stride,
-        sum_exp_squared=first + (EXTREMES + 1 + ENTROPY) * stride,
-        sum_logit=first + (EXTREMES + 2 + ENTROPY) * stride,
+        sum_logit=first + (EXTREMES + 1 + ENTROPY) * stride,
+        sum_exp_squared=first + (EXTREMES + 2 + ENTROPY) * stride,
         sum_logit_squared=first + (EXTREMES + 3 + ENTROPY) * stride,
-        num_columns=first + (EXTREMES + 4 + ENTROPY) * stride,
+        num_columns=first + (EXTREMES + 2 + ENTROPY + 2 * TELEMETRY) * stride,
     )

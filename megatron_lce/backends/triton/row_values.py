@@ -74,7 +74,8 @@ def write_outputs(
         saved=softmax,
         N=num_tokens,
         ENTROPY=entropy,
-        TELEMETRY=telemetry,
+        MEAN=bool(telemetry),
+        TELEMETRY=telemetry is True,
         BLOCK_N=tiles.ROW_BLOCK,
     )
     return softmax
@@ -157,19 +158,20 @@ def _in_nats(value, to_nats):
 @triton.jit(do_not_specialize=["N"])
 def _write_outputs_kernel(
     extremes_ptr,  # [E, N] packed
-    sums_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64
+    sums_ptr,  # [`num_sums`, N] int64
     to_nats_ptr,  # [N]
     outputs,  # `LinearCrossEntropyOutput` without candidates, [N] out each; None where not wanted
     saved,  # `RowSoftmax`, out but for max_logit; None where not wanted
     N,
     ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
     TELEMETRY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Write the outputs of BLOCK_N tokens, and what backward needs."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = offs_n < N
-    extremes, sums = extremes_at(extremes_ptr + offs_n, N), sums_at(sums_ptr + offs_n, N, ENTROPY, 0)
+    extremes, sums = extremes_at(extremes_ptr + offs_n, N), sums_at(sums_ptr + offs_n, N, ENTROPY, TELEMETRY, 0)
     max_logit = tl.load(extremes.max_logit, mask=mask, other=0.0)
     label_logit = tl.load(extremes.label_logit, mask=mask, other=0.0)
     sum_exp = tl.load(sums.sum_exp, mask=mask, other=1).to(tl.float32) * _UNIT
@@ -191,23 +193,24 @@ def _write_outputs_kernel(
         entropy = log_sum - sum_exp_logit / sum_exp + max_logit * 0.0
         tl.store(saved.entropy + offs_n, entropy, mask=mask)
         tl.store(outputs.entropy + offs_n, _in_nats(entropy, to_nats), mask=mask)
-    if TELEMETRY:
+    if MEAN:
         min_logit = tl.load(extremes.min_logit, mask=mask, other=0.0)
         max_abs_logit = tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
         zero_or_nan = max_logit * 0.0
         # NaN if the sum of squares of a chunk overflows fp32.
         zero_or_nan_if_huge = zero_or_nan + _CHUNK_COLUMNS * max_abs_logit * max_abs_logit * 0.0
-        sum_exp_squared = tl.load(sums.sum_exp_squared, mask=mask, other=0).to(tl.float32) * _UNIT
         sum_logit = tl.load(sums.sum_logit, mask=mask, other=0).to(tl.float32) * _UNIT
-        sum_logit_squared = tl.load(sums.sum_logit_squared, mask=mask, other=0).to(tl.float32) * _UNIT
         num_columns = tl.load(sums.num_columns, mask=mask, other=1).to(tl.float32)
+        mean_logit = max_abs_logit * (sum_logit / num_columns) + zero_or_nan_if_huge
+        tl.store(outputs.mean_logit + offs_n, _in_nats(mean_logit, to_nats), mask=mask)
+        tl.store(saved.num_columns + offs_n, num_columns, mask=mask)
+    if TELEMETRY:
+        sum_exp_squared = tl.load(sums.sum_exp_squared, mask=mask, other=0).to(tl.float32) * _UNIT
+        sum_logit_squared = tl.load(sums.sum_logit_squared, mask=mask, other=0).to(tl.float32) * _UNIT
         sum_pi_squared = sum_exp_squared / (sum_exp * sum_exp) + zero_or_nan + to_nats * 0.0
         tl.store(outputs.sum_pi_squared + offs_n, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
         logits_norm = max_abs_logit * tl.sqrt(sum_logit_squared) + zero_or_nan_if_huge
         tl.store(outputs.logits_norm + offs_n, _in_nats(logits_norm, to_nats), mask=mask)
-        mean_logit = max_abs_logit * (sum_logit / num_columns) + zero_or_nan_if_huge
-        tl.store(outputs.mean_logit + offs_n, _in_nats(mean_logit, to_nats), mask=mask)
-        tl.store(saved.num_columns + offs_n, num_columns, mask=mask)
         max_logit = _in_nats(max_logit, to_nats)
         argmax = tl.load(extremes.argmax, mask=mask, other=0.0).to(tl.int32, bitcast=True)
         argmax = tl.where(to_nats == 0, 0, tl.where(max_logit != max_logit, -1, argmax))

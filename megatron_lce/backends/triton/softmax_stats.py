@@ -78,7 +78,8 @@ def softmax_stats(
             vocab_start=vocab_start,
             shift_stride=0 if shift is None else shift.stride(0),
             ENTROPY=options.entropy,
-            TELEMETRY=options.telemetry,
+            MEAN=bool(options.telemetry),
+            TELEMETRY=options.telemetry is True,
             MAX_ABS_FOR_ZERO_SHIFT=MAX_ABS_FOR_ZERO_SHIFT
             if weight.dtype == torch.bfloat16 and not takes_logarithm
             else 0.0,
@@ -203,7 +204,8 @@ def _softmax_stats_kernel(
     shift_stride,
     softcap_scale,
     ENTROPY: tl.constexpr,
-    TELEMETRY: tl.constexpr,
+    MEAN: tl.constexpr,  # of the logits
+    TELEMETRY: tl.constexpr,  # all of it, the mean included
     MAX_ABS_FOR_ZERO_SHIFT: tl.constexpr,  # bound of |max_logit| of a chunk whose shift is 0; 0: no chunk's is
     SOFTCAP: tl.constexpr,
     PERSISTENT: tl.constexpr,  # programs take one tile after the other
@@ -216,8 +218,8 @@ def _softmax_stats_kernel(
     GROUP_N: tl.constexpr,
 ):
     """Write statistics of each tile of logits, [BLOCK_N, BLOCK_V], which stays in registers (its exp may be cached)."""
-    EXTREMES: tl.constexpr = 2 + 2 * TELEMETRY  # `num_extremes`
-    K: tl.constexpr = EXTREMES + 1 + ENTROPY + 3 * TELEMETRY  # `num_stats`
+    EXTREMES: tl.constexpr = 2 + MEAN + TELEMETRY  # `num_extremes`
+    K: tl.constexpr = EXTREMES + 1 + ENTROPY + MEAN + 2 * TELEMETRY  # `num_stats`
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
     hidden_desc = device_descriptor(hidden_desc, N, padded_h(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
     weight_desc = device_descriptor(weight_desc, V, padded_h(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
@@ -246,22 +248,27 @@ def _softmax_stats_kernel(
             logits = rounded_to_bf16(logits)
         offs_v = col_start + tl.arange(0, BLOCK_V)
         if SOFTCAP:
-            if TELEMETRY:  # inf * 0 gives NaN in columns past the end, which the telemetry sums include
+            if MEAN:  # inf * 0 gives NaN in columns past the end, which sums of logits include
                 logits = tl.where((offs_v < V)[None, :], logits, 0.0)
             logits = tanh(logits * softcap_scale)
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]
 
         chunks = tl.arange(0, CHUNKS)
         first_row = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + offs_n[:, None]
-        extremes, sums = extremes_at(first_row, N), sums_at(first_row, N, ENTROPY, EXTREMES)
+        extremes, sums = extremes_at(first_row, N), sums_at(first_row, N, ENTROPY, TELEMETRY, EXTREMES)
         mask = row_mask[:, None] & (col_start + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
-        if TELEMETRY:
+        if MEAN:
             # Products past the end of the vocabulary are zero. Sums first: in this order no register spills.
             zero_ended = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
-            tl.store(sums.sum_logit, tl.sum(zero_ended, 2), mask)
-            tl.store(sums.sum_logit_squared, tl.sum(zero_ended * zero_ended, 2), mask)
-            min_logit = tl.where((offs_v < V)[None, :], logits, float("inf"))
-            tl.store(extremes.min_logit, tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
+            sum_logit = tl.sum(zero_ended, 2)
+            tl.store(sums.sum_logit, sum_logit, mask)
+            if TELEMETRY:
+                tl.store(sums.sum_logit_squared, tl.sum(zero_ended * zero_ended, 2), mask)
+                min_logit = tl.where((offs_v < V)[None, :], logits, float("inf"))
+                min_logit = tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2)
+            else:  # tl.min would ignore a NaN
+                min_logit = tl.where(sum_logit == sum_logit, -tl.abs(sum_logit), float("-inf"))
+            tl.store(extremes.min_logit, min_logit, mask)
         if col_start + BLOCK_V > V:
             logits = tl.where((offs_v < V)[None, :], logits, _LOWEST_LOGIT)
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from megatron_lce.core.options import Telemetry
 from megatron_lce.core.plan import ScratchBytes, ceil_div, fp32_scratch_bytes
 from megatron_lce.core.statistics import CHUNK_COLUMNS
 
@@ -87,7 +88,7 @@ def block_rows(on_gpu: int, num_rows: int) -> int:
     return min(128, triton.next_power_of_2(max(num_rows, 1))) if interpreting() else on_gpu
 
 
-def scratch_bytes(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> ScratchBytes:
+def scratch_bytes(hidden: torch.Tensor, weight: torch.Tensor, telemetry: Telemetry) -> ScratchBytes:
     tile = choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     if tile.weight_parts:  # without a cache
         return fp32_scratch_bytes(weight.shape[1], tile.hidden_parts, tile.chunk)
