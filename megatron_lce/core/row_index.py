@@ -1,18 +1,15 @@
 """Which rows of a call are computed, and in which order. Skipped rows are 0."""
 
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_map_only
 
 from megatron_lce.core import collectives
 from megatron_lce.core.options import Options
 from megatron_lce.core.rows import RowInputs
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,11 +73,17 @@ class RowIndex:
             return per_row
         return per_row.new_zeros(self.num_tokens, *per_row.shape[1:]).index_copy_(0, self.index, per_row)
 
-    def scatter_outputs(self, outputs: T) -> T:
-        """Apply `scatter` to a tree of outputs; they are NaN if the caller's count is wrong."""
-        if self.index is None and self.count_is_wrong is None:
+    def scatter_hidden(self, grad: Tensor) -> Tensor:
+        """Apply `scatter` to gradients of hidden states, whose rows are whole words: torch copies one at a time."""
+        return grad if self.index is None else self.scatter(grad.view(torch.int64)).view(grad.dtype)
+
+    def scatter_outputs(self, outputs: Any) -> Any:
+        """Apply `scatter` to a tensor or a named tuple of outputs; they are NaN if the caller's count is wrong."""
+        if outputs is None or (self.index is None and self.count_is_wrong is None):
             return outputs
-        return tree_map_only(Tensor, lambda output: self.nan_if_wrong(self.scatter(output)), outputs)
+        if isinstance(outputs, Tensor):
+            return self.nan_if_wrong(self.scatter(outputs))
+        return outputs._make(map(self.scatter_outputs, outputs))
 
     def nan_if_wrong(self, values: Tensor) -> Tensor:
         """Return the values, or NaN (integers: -1) if the caller's count is wrong. The host does not wait."""

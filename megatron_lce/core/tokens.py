@@ -102,7 +102,7 @@ class Tokens:
             return torch.zeros_like(self.hidden, dtype=self.grad_dtype)
         for pending in self._sums:
             pending.wait()
-        return self.row_index.scatter(self._grad)
+        return self.row_index.scatter_hidden(self._grad)
 
 
 class ShardedTokens(Tokens):
@@ -155,7 +155,7 @@ class GatheredTokens(Tokens):
     def reduce(self, block: TokenBlock, grad: Tensor) -> None:
         if block.row_slice.stop == self.row_index.count:
             assert self._grad is not None
-            self._sums.append(collectives.reduce_scatter_async(self.row_index.scatter(self._grad), self._group))
+            self._sums.append(collectives.reduce_scatter_async(self.row_index.scatter_hidden(self._grad), self._group))
 
     def grad_hidden(self) -> Tensor:
         return self._sums[0].wait()
