@@ -31,8 +31,8 @@ from benchmark.providers import Provider
 from benchmark.results import Results
 from scripts import megatron_runtime
 
-# In a round; see `measure.SETTLE_MS`. Every variant starts on an idle GPU, and in the first step of `known_loss` the host
-# waits for the GPU once more. At TP=4 the host takes nearly as long for a step, so its lead grows over several.
+# In a round; see `measure.SETTLE_MS`. Every variant starts on an idle GPU, and in its first step `known_loss` has the
+# host wait for the GPU once more. At TP=4 the host takes nearly as long for a step, so its lead grows over several.
 CALLS = {"repeats": 2, "settle": 4}
 
 
