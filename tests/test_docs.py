@@ -179,7 +179,7 @@ def test_commands_are_accepted(command, capsys):
             assert all((ROOT / path).exists() for path in (plugin.replace(".", "/") + ".py", *paths))
         case ["python", "-m", "pytest", *paths]:
             assert all((ROOT / path).exists() for path in paths)
-        case ["python", "-m", "verl.trainer.main_ppo", option]:
+        case ["python", "-m", "verl.trainer.main_ppo", "model_engine=megatron", option]:
             assert option == "actor_rollout_ref.model.external_lib=megatron_lce.plugins.verl"
             assert 'PLUGIN = "megatron_lce.plugins.verl"' in (ROOT / "tests/frameworks/run_verl_workers.py").read_text()
         case ["python", "-m", module, *arguments]:

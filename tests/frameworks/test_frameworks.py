@@ -82,7 +82,7 @@ CALLS = [
 ]
 PAGE = (ROOT / "docs" / "integrations.md").read_text()
 ADDED = {
-    file: (name, line) for name, file, line in re.findall(r"^\| (.+) \| `(\S+\.py)` \| `(import .*)` \|$", PAGE, re.M)
+    file: (name, line) for name, file, line in re.findall(r"^\| (.+) \| `(\S+\.py)` \| `(import \S+)` \|", PAGE, re.M)
 }
 ANCHOR, LINES = re.search(r"^     (timers.*)\n((?:\+.*\n)+)", PAGE, re.M).groups()  # of pretrain_gpt.py
 
