@@ -16,11 +16,11 @@ from megatron_lce.core.plan import (
     aligned_slices,
     backward_tokens,
     cached_block_tokens,
-    divergence_logits_tokens,
     plan_known_divergence,
     plan_slabs,
     size_of_two_heads,
     slab_row_stride,
+    two_heads_tokens,
 )
 from tests.problems import smallest_workspace
 
@@ -138,7 +138,7 @@ def two_heads(columns, hidden_size=2048, reading_bytes=0):
 )
 def test_blocks_of_products_are_as_long_as_gains(mib, columns, per_token, known):
     """512 tokens, or of a narrow shard more; known weights collect gradients in what is left."""
-    assert divergence_logits_tokens(two_heads(columns), 8192, mib * 2**20) == per_token
+    assert two_heads_tokens(two_heads(columns), 8192, mib * 2**20) == per_token
     assert plan_known_divergence(two_heads(columns), 8192, mib * 2**20) == known
 
 

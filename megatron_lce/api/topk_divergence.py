@@ -55,7 +55,7 @@ def topk_divergence(
         kind = "forward" if beta == 0 else "reverse" if beta == 1 else kind
     teacher_mask = ~teacher_logprobs.isneginf()
     teacher, student = (
-        _with_tail(logprobs.float(), teacher_mask, tail) for logprobs in (teacher_logprobs.detach(), student_logprobs)
+        _with_tail(x.float(), teacher_mask, tail) for x in (teacher_logprobs.detach(), student_logprobs)
     )
     p_teacher, p_student = teacher.exp(), student.exp()
     finite = student.masked_fill(student.isneginf(), 0.0)  # its factor p_student is 0 there, and 0 log 0 is 0

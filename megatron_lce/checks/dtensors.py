@@ -38,12 +38,8 @@ def to_local_tensors(
         weight_placement.is_shard(0), "weight", "be placed as Shard(0), its vocabulary over the ranks", weight_placement
     )
     requirement = "be placed as Replicate(), or Shard(0) for sequence parallelism over its first dimension"
-    require(
-        hidden_placement.is_replicate() or hidden_placement.is_shard(0),
-        "hidden",
-        requirement,
-        f"{hidden_placement}: redistribute it",
-    )
+    is_placed = hidden_placement.is_replicate() or hidden_placement.is_shard(0)
+    require(is_placed, "hidden", requirement, f"{hidden_placement}: redistribute it")
     for name, value in (("tp_group", options.tp_group), ("vocab_start", options.vocab_start)):
         require(value is None, name, "be None beside DTensors, whose placements give it", value)
     is_false, is_true = "be False beside DTensors: hidden's placement gives it", "be True beside DTensors"
@@ -60,13 +56,8 @@ def to_local_tensors(
         vocab_start=min(mesh.get_local_rank() * max_columns, weight.shape[0]),
         sequence_parallel=hidden_placement.is_shard(0),
     )
-    return (
-        wait_if_async(hidden.to_local()),
-        wait_if_async(weight.to_local()),
-        _replicated("labels", labels),
-        options,
-        max_columns,
-    )
+    hidden, weight = wait_if_async(hidden.to_local()), wait_if_async(weight.to_local())
+    return hidden, weight, _replicated("labels", labels), options, max_columns
 
 
 def _replicated(name: str, value: Any) -> Any:

@@ -79,10 +79,7 @@ def checked_together(
         hidden, weight, labels, options, max_columns = to_local_tensors(hidden, weight, labels, options)
     hidden, weight, labels = (collectives.wait_if_async(tensor) for tensor in (hidden, weight, labels))
     if isinstance(options.temperature, Tensor) or isinstance(options.candidates, Tensor):
-        temperature, candidates = (
-            collectives.wait_if_async(options.temperature),
-            collectives.wait_if_async(options.candidates),
-        )
+        temperature, candidates = map(collectives.wait_if_async, (options.temperature, options.candidates))
         options = replace(options, temperature=temperature, candidates=candidates)
     if options.tp_group is not None and not isinstance(options.tp_group, ProcessGroup):
         got = type(options.tp_group).__name__
@@ -104,9 +101,8 @@ def checked_together(
     columns_by_kind, key = _agreed.setdefault(group, {}), (kind, num_rows if start is None else None)
     if key not in columns_by_kind:
         described[f"the shape of {names[0]}"] = validation.shape_of(hidden)
-        columns_by_kind[key] = _max_columns(
-            agree(group, described, error, (num_rows, start), group_name), options.vocab_size
-        )
+        sizes = agree(group, described, error, (num_rows, start), group_name)
+        columns_by_kind[key] = _max_columns(sizes, options.vocab_size)
     elif error is None and start is not None and max_columns is None and not collectives.is_cuda_graph_capturing():
         columns_by_kind[key] = collectives.all_reduce_max(weight.shape[0], group, weight.device)
     if error is not None:
@@ -221,9 +217,8 @@ class Checks:
         last = validation.MAX_VOCABULARY - num_rows
         require(start <= last, "vocab_start", f"be at most {last}, so that ids fit int32", start)
         # Until ranks compare theirs, the largest shard is this rank's own.
-        self.shard = Shard(
-            start, num_rows if vocab_size is None else min(max(vocab_size - start, 0), num_rows), num_rows
-        )
+        num_columns = num_rows if vocab_size is None else min(max(vocab_size - start, 0), num_rows)
+        self.shard = Shard(start, num_columns, num_rows)
         if options.vocab_start is None or ranks == 1:  # else the group compares its shards
             validation.check_vocab_size(vocab_size, (options.vocab_start or 0) + ranks * num_rows)
         is_reduced = options.reduce_grad_hidden or shards == 1

@@ -49,9 +49,7 @@ class Call:
             stats_rows=num_stats(options.entropy, options.telemetry) + num_extremes(options.telemetry) - 2,
             scratch=self.backend.scratch_bytes(hidden, self.weight, options.telemetry),
             needs_weight_acc=self.weight.dtype != torch.float32 and options.weight_grad_sink is None,
-            shards_aligned=not any(
-                columns % ALIGNED_COLUMNS for columns in (self.shard.max_columns, options.vocab_size or 0)
-            ),
+            shards_aligned=not any(n % ALIGNED_COLUMNS for n in (self.shard.max_columns, options.vocab_size or 0)),
         )
 
     def without_tensors(self) -> Self:

@@ -6,13 +6,13 @@ from typing import NamedTuple
 from megatron_lce.core.plan import (
     HeadSize,
     backward_tokens,
-    divergence_logits_tokens,
     plan_known_divergence,
     plan_known_loss,
     plan_slabs,
     slab_row_stride,
     stats_columns,
     stats_tokens,
+    two_heads_tokens,
 )
 
 
@@ -118,7 +118,7 @@ def plan_divergence(
     cached_columns = num_columns if block_plan else 0
     block_tokens, logits_tokens = block_plan or (
         max(1, num_tokens),
-        divergence_logits_tokens(size, num_tokens, workspace_bytes),
+        two_heads_tokens(size, num_tokens, workspace_bytes),
     )
     acc_per_column = 0 if keeps_fp32_sum else size.weight_acc_per_column
     plan = _plan(size, block_tokens, cached_columns, num_columns - cached_columns, workspace_bytes, acc_per_column)

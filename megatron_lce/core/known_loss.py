@@ -41,13 +41,8 @@ class _KnownLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, head_grads: HeadGradients, call: Call, name: str
     ) -> Tensor:
         ctx.save_for_backward(weight, *head_grads.results())  # `results` waits for the reductions
-        ctx.sink, ctx.name, ctx.scale_rows, ctx.scaled = (
-            call.options.weight_grad_sink,
-            name,
-            call.backend.scale_rows,
-            False,
-        )
-        ctx.hidden_dtype = hidden.dtype
+        ctx.sink, ctx.name, ctx.scaled = call.options.weight_grad_sink, name, False
+        ctx.scale_rows, ctx.hidden_dtype = call.backend.scale_rows, hidden.dtype
         return loss.clone()
 
     @staticmethod

@@ -39,9 +39,8 @@ class GradLogitsInputs:
         if cached is not None and cached.copy_index is not None:
             cached = cached._replace(copy_index=cached.copy_index[row_slice])
         elif cached is not None:
-            cached = CachedGradLogits(
-                cached.grad[row_slice], None if cached.factor is None else cached.factor[row_slice]
-            )
+            factor = None if cached.factor is None else cached.factor[row_slice]
+            cached = CachedGradLogits(cached.grad[row_slice], factor)
         if row_slice.stop == self.rows.labels.shape[0]:
             self.cached = None
         return self._select(row_slice, cached, block.hidden)

@@ -108,8 +108,8 @@ def logprobs_over_sets(
     sum_exp = reduce_sets("sum", exp)
     logprobs = (label_logit - max_logit) - sum_exp.log2()
     logprobs.masked_fill_(label_logit.isneginf(), torch.nan)
-    dlogprob_dlogit = is_label.float() - exp / sum_exp[token_index] + 0.0 * logprobs[token_index]
-    return (logprobs * to_nats).masked_fill_(ignored, 0.0), dlogprob_dlogit.masked_fill_(absent, 0.0)
+    dlogprob = is_label.float() - exp / sum_exp[token_index] + 0.0 * logprobs[token_index]
+    return (logprobs * to_nats).masked_fill_(ignored, 0.0), dlogprob.masked_fill_(absent, 0.0)
 
 
 class LogitsAtFunction(torch.autograd.Function):
@@ -127,32 +127,30 @@ class LogitsAtFunction(torch.autograd.Function):
             logits = hidden.new_empty(ids.ids.shape[0], dtype=torch.float32)
             for block in _tokens(call, ctx.num_tokens).blocks():
                 logits = logits_over_group(block.hidden.wait(), ids, rows, call)
-            result, dlogprob_dlogit = logits * LN_2, None
+            result, dlogprob = logits * LN_2, None
             if over_sets:
-                result, dlogprob_dlogit = logprobs_over_sets(
+                result, dlogprob = logprobs_over_sets(
                     logits, ids.ids, ids.token_index, ids.offsets, call.labels, rows.to_nats
                 )
         ctx.call = call.without_tensors()
         saved_logits = None if call.options.softcap is None else logits
-        ctx.save_for_backward(hidden, weight, rows.scale, saved_logits, dlogprob_dlogit, *ids)
+        ctx.save_for_backward(hidden, weight, rows.scale, saved_logits, dlogprob, *ids)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_backward("linear_logits_at", grad)
-        hidden, weight, scale, logits, dlogprob_dlogit, *saved_ids = ctx.saved_tensors
+        hidden, weight, scale, logits, dlogprob, *saved_ids = ctx.saved_tensors
         call, ids, needs = ctx.call.with_tensors(hidden, weight), CsrIds(*saved_ids), ctx.needs_input_grad
         with without_autocast(hidden.device, "linear_logits_at backward"):
             factors, grad = scale * (softcap_scale_or_one(call.options) * LN_2), grad.reshape(-1).float()
             factors = (
-                factors[ids.token_index] * grad
-                if dlogprob_dlogit is None
-                else (factors * grad)[ids.token_index] * dlogprob_dlogit
+                factors[ids.token_index] * grad if dlogprob is None else (factors * grad)[ids.token_index] * dlogprob
             )
             if logits is not None:
                 factors *= 1.0 - (logits / scale[ids.token_index]).square_()
-            if dlogprob_dlogit is not None:  # in ignored rows, logits and the upstream gradient may be NaN
-                factors.masked_fill_(dlogprob_dlogit == 0, 0.0)
+            if dlogprob is not None:  # in ignored rows, logits and the upstream gradient may be NaN
+                factors.masked_fill_(dlogprob == 0, 0.0)
             return *_gradients(_tokens(call, ctx.num_tokens), ids, factors, call, needs), None, None, None
 
 

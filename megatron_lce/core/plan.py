@@ -98,9 +98,8 @@ class HeadSize(NamedTuple):
     @property
     def slab_bytes(self) -> BlockBytes:
         """Bytes of a slab of logit gradients, with intermediates."""
-        return BlockBytes(
-            self.itemsize + self.scratch.slab_per_logit, self.scratch.slab_per_token, self.scratch.slab_per_column
-        )
+        scratch = self.scratch
+        return BlockBytes(self.itemsize + scratch.slab_per_logit, scratch.slab_per_token, scratch.slab_per_column)
 
     @property
     def weight_acc_per_column(self) -> int:
@@ -224,7 +223,7 @@ def cached_block_tokens(
     return min(num_tokens, max_tokens // KNOWN_LOSS_STEP * KNOWN_LOSS_STEP or max_tokens // MIN_TOKENS * MIN_TOKENS)
 
 
-def divergence_logits_tokens(size: HeadSize, num_tokens: int, budget_bytes: int) -> int:
+def two_heads_tokens(size: HeadSize, num_tokens: int, budget_bytes: int) -> int:
     """Return how many tokens' products of two heads are in memory at once: at most as many as still make it faster."""
     max_tokens = min(budget_bytes // size.stats_bytes.per_token, max(WIDE_PRODUCTS, WIDE_LOGITS // size.max_columns))
     return max(1, balanced_step(num_tokens, max_tokens, MIN_TOKENS))
@@ -253,7 +252,7 @@ def plan_known_divergence(
         max_tokens, balanced_step(num_tokens, min(workspace_bytes // logits_bytes, WIDE_PRODUCTS), MIN_TOKENS)
     )
     block_tokens = balanced_step(num_tokens, (budget_bytes - logits_tokens * logits_bytes) // grad_bytes, MIN_TOKENS)
-    return block_tokens, divergence_logits_tokens(size, block_tokens, budget_bytes - block_tokens * grad_bytes)
+    return block_tokens, two_heads_tokens(size, block_tokens, budget_bytes - block_tokens * grad_bytes)
 
 
 def plan_slabs(
@@ -311,11 +310,9 @@ def aligned_slices(stop: int, step: int, start: int = 0) -> Iterator[slice]:
     """Yield as `slices` does; columns beyond a multiple of `ALIGNED_COLUMNS` become a separate last slice."""
     for columns in slices(stop, step, start):
         aligned_stop = columns.stop - (columns.stop - columns.start) % ALIGNED_COLUMNS
-        yield from (
-            part
-            for part in (slice(columns.start, aligned_stop), slice(aligned_stop, columns.stop))
-            if part.start < part.stop
-        )
+        for part in (slice(columns.start, aligned_stop), slice(aligned_stop, columns.stop)):
+            if part.start < part.stop:
+                yield part
 
 
 def slab_row_stride(num_columns: int) -> int:

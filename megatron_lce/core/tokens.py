@@ -118,9 +118,8 @@ class ShardedTokens(Tokens):
         """Yield blocks. While one is computed, the next is gathered."""
         ranks = collectives.group_size(self._group)
         shard_slices = slices(self.hidden.shape[0], self._block_tokens // ranks)
-        gathering = (
-            self._start_block(shard_slice, ranks) for shard_slice in shard_slices
-        )  # each starts when it is requested
+        # Each starts when it is requested.
+        gathering = (self._start_block(shard_slice, ranks) for shard_slice in shard_slices)
         block = next(gathering, None)
         while block is not None:
             next_block = next(gathering, None)

@@ -190,7 +190,7 @@ class _LinearDivergence(torch.autograd.Function):
         grad_outputs = _without_none(dict(zip(ctx.kinds, grads, strict=True)))
         hidden, weight, *saved, index, scale, teacher_scale, to_nats, stats = ctx.saved_tensors
         teacher_tensors = [
-            tensor if inference is None else inference for tensor, inference in zip(saved, ctx.inference, strict=True)
+            t if inference is None else inference for t, inference in zip(saved, ctx.inference, strict=True)
         ]
         student, teacher = Head(hidden, weight, *ctx.softcaps[0]), Head(*teacher_tensors, *ctx.softcaps[1])
         call = ctx.call.with_tensors(hidden, weight)

@@ -22,9 +22,8 @@ def indexed_logits(
         logits.copy_(logits.to(options.logits_dtype))
     if cap is not None:
         logits.mul_(cap).tanh_()
-    logits.mul_(rows.scale[token_index]).add_(0.0).masked_fill_(
-        elsewhere, 0.0
-    )  # -0.0 is 0.0, as after a sum over ranks
+    # -0.0 is 0.0, as after a sum over ranks.
+    logits.mul_(rows.scale[token_index]).add_(0.0).masked_fill_(elsewhere, 0.0)
     logits_and_owners[1] = ~elsewhere | (ids < 0)
     return logits_and_owners
 

@@ -66,11 +66,9 @@ def softmax_stats(
     stats = hidden.new_empty(len(chunks), num_stats(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
     if upcast_row_bytes(hidden, weight.dtype):
         hidden = hidden.float()
-    for chunk_out, columns in zip(stats, chunks, strict=True):
+    for out, columns in zip(stats, chunks, strict=True):
         logits = logits_base2(hidden, weight[columns], rows.scale, options)
-        chunk_out.copy_(
-            chunk_stats(logits, rows.labels - columns.start, vocab_start + columns.start, entropy, telemetry)
-        )
+        out.copy_(chunk_stats(logits, rows.labels - columns.start, vocab_start + columns.start, entropy, telemetry))
     return stats
 
 
