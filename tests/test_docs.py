@@ -133,21 +133,6 @@ def test_python_blocks_have_the_types_that_the_package_states(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def run_block(page, text, names):
-    """The names after a page's block that contains a text."""
-    (block,) = [block for block in blocks(ROOT / "docs" / page, "python") if text in block]
-    exec(compile(block, page, "exec"), names)
-    return names
-
-
-def test_the_z_loss_is_of_lse_squared(names):
-    made = run_block("integrations.md", "lse**2", names)
-    logits, labels = made["hidden"].double() @ made["weight"].detach().double().T, made["labels"]
-    logprobs = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-    expected = (-logprobs + 1e-4 * logits.logsumexp(-1) ** 2).sum()
-    torch.testing.assert_close(made["result"].loss.double(), expected, rtol=1e-6, atol=0)
-
-
 def all_commands():
     for page in PAGES:
         for line in "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines():
