@@ -27,23 +27,14 @@ from megatron_lce.core.divergence_types import KINDS
 SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99, "gfx942": 64}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPTIONS = ["", "no_entropy", "softcap", "telemetry", "cache", "softcap+telemetry", "softcap+cache", "cache+no_entropy"]
-OPTIONS += [
-    "mean",
-    "mean+cache",
-    "mean+softcap",
-    "token_loss",
-    "jsd",
-    "jsd+softcap",
-    "jsd+beta0",
-    "jsd+loss",
-    "jsd+beta0+loss",
-]
-OPTIONS += ["candidates", "ids", "fp32_weight"]
+OPTIONS += ["mean", "mean+cache", "mean+softcap", "few", "few+softcap+telemetry", "token_loss", "candidates", "ids"]
+OPTIONS += ["fp32_weight", "jsd", "jsd+softcap", "jsd+beta0", "jsd+loss", "jsd+beta0+loss"]
 # Every kernel and option once.
 SOME = [
     (BF16, "softcap"),
     (FP16, "telemetry+cache"),
     (BF16, "mean"),
+    (BF16, "few+softcap+telemetry"),
     (FP32, ""),
     (BF16, "jsd"),
     (BF16, "jsd+loss"),
@@ -100,10 +91,11 @@ def divergence(out: megatron_lce.LinearDivergenceOutput) -> torch.Tensor:
 def run(dtype: torch.dtype, option: str) -> None:
     """Call one operation, forward and backward."""
     options = option.split("+")
-    hidden = torch.empty(256, 1024, dtype=dtype, device="meta", requires_grad=True)
+    num_rows = 64 if "few" in options else 256
+    hidden = torch.empty(num_rows, 1024, dtype=dtype, device="meta", requires_grad=True)
     weight_dtype = FP32 if "fp32_weight" in options else dtype
     weight = torch.empty(4000, 1024, dtype=weight_dtype, device="meta", requires_grad=True)
-    labels = torch.empty(256, dtype=torch.int64, device="meta")
+    labels = torch.empty(num_rows, dtype=torch.int64, device="meta")
     softcap = 30.0 if "softcap" in options else None
     if "jsd" in options:
         keywords = {"student_softcap": softcap, "teacher_softcap": softcap, "backend": "triton"}

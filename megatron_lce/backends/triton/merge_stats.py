@@ -54,7 +54,8 @@ def merge_chunks(
     num_sets, rows_of_set, _ = all_extremes.shape
     extremes = stats.new_empty(num_extremes(telemetry), num_tokens)
     sums = stats.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
-    block_n = tiles.block_rows(8, num_tokens)  # of one warp: many small programs are fastest
+    programs = tiles.merge_programs(num_tokens)
+    block_n = tiles.block_rows(programs.block_n, num_tokens)
     tiles.launch(
         _merge_chunks_kernel,
         (ceil_div(num_tokens, block_n),),
@@ -73,9 +74,9 @@ def merge_chunks(
         ENTROPY=entropy,
         MEAN=bool(telemetry),
         TELEMETRY=telemetry is True,
-        BLOCK_S=64,
+        BLOCK_S=programs.block_v,
         BLOCK_N=block_n,
-        num_warps=1,
+        num_warps=programs.num_warps,
     )
     return extremes, sums
 

@@ -46,6 +46,8 @@ def softmax_stats(
 ) -> Tensor:
     num_tokens, (num_columns, width) = hidden.shape[0], weight.shape
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
+    if cache is None:
+        tile = tiles.stats_tile(tile, num_tokens)
     num_rows = num_stats(options.entropy, options.telemetry)
     stats = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
     if num_columns == 0:
@@ -117,15 +119,15 @@ def _label_logits(
     label_rows, label_pow2 = None, None
     if tile.weight_parts:
         label_rows, label_pow2 = split_fp32(weight.index_select(0, rows.labels.clamp(min=0)), tile.weight_parts)
-    block = min(tile.block_n, tile.block_v)  # its tile is square, and no larger than the others
+    tile = tiles.label_tile(tile)
     tiles.launch(
         _label_logits_kernel,
-        (ceil_div(out.shape[0], block),),
+        (ceil_div(out.shape[0], tile.block_n),),
         hidden,
         fp_fusion=False,
-        hidden_desc=host_descriptor(hidden, block, tile.block_h),
+        hidden_desc=host_descriptor(hidden, tile.block_n, tile.block_h),
         hidden_pow2=hidden_pow2,
-        weight=weight if label_rows is None else host_descriptor(label_rows, block, tile.block_h),
+        weight=weight if label_rows is None else host_descriptor(label_rows, tile.block_n, tile.block_h),
         weight_pow2=label_pow2,
         label_ptr=rows.labels,
         row_scale_ptr=rows.scale,
@@ -133,7 +135,7 @@ def _label_logits(
         N=out.shape[0],
         H=weight.shape[1],
         weight_stride=weight.stride(0),
-        **shared_arguments(tile, options) | {"BLOCK_N": block},
+        **shared_arguments(tile, options),
     )
 
 

@@ -30,6 +30,9 @@ class Tiles(NamedTuple):
 
 # 3 stages are 3 to 6 % faster than 4 on an H200.
 HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
+# Statistics of few rows: 300 us where the tile above takes 400 (16 x 4096 x 151936, an H200); cuBLAS's product, 300.
+HOPPER_FEW_ROWS = Tiles(64, 256, 64, num_warps=8, num_stages=5)
+HOPPER_LABELS = Tiles(64, 64, 64, num_warps=4, num_stages=6)  # half the time of 128 x 128: all of it is latency
 # Compiled, not run. 128 x 256 spills registers there. 12.0 has less shared memory than 10.0.
 BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=4)
 SMALL_BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
@@ -47,7 +50,7 @@ class RowPrograms(NamedTuple):
     """Programs of a kernel that reads whole rows from memory."""
 
     block_n: int  # rows of a program
-    block_v: int  # columns that it reads at a time
+    block_v: int  # columns that it reads at a time, or chunks
     num_warps: int
     per_row: int = 1  # programs that share a row
 
@@ -64,6 +67,17 @@ def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device)
     return by_family.get(_capability(device)[0], AMPERE_16_BIT)
 
 
+def stats_tile(tile: Tiles, num_rows: int) -> Tiles:
+    """Return the tile of statistics without a cache. All tiles give a row the same bits."""
+    return HOPPER_FEW_ROWS if tile == HOPPER_16_BIT and num_rows <= HOPPER_FEW_ROWS.block_n else tile
+
+
+def label_tile(tile: Tiles) -> Tiles:
+    """Return the square tile whose diagonal is the label logits, no larger than the tile of the statistics."""
+    block = min(tile.block_n, tile.block_v)
+    return HOPPER_LABELS if tile in (HOPPER_16_BIT, HOPPER_FEW_ROWS) else tile._replace(block_n=block, block_v=block)
+
+
 def stats_group_n(hidden_size: int) -> int:
     """Return `GROUP_N` of the statistics. Larger groups read a wide slab less often (3 to 6 % on an H200)."""
     return 32 if hidden_size <= 2048 else 16
@@ -75,6 +89,11 @@ def exp_programs(num_columns: int, chunk: int, factored: bool) -> RowPrograms:
     if factored:
         return RowPrograms(8, chunk, num_warps=1, per_row=min(num_chunks, 4))
     return RowPrograms(4, chunk, num_warps=2, per_row=ceil_div(num_chunks, 4))
+
+
+def merge_programs(num_rows: int) -> RowPrograms:
+    """Choose programs over the statistics of chunks. Many small ones are fastest, unless they are few."""
+    return RowPrograms(4, 512, num_warps=8) if num_rows <= 256 else RowPrograms(8, 64, num_warps=1)
 
 
 def jsd_programs(num_columns: int) -> RowPrograms:
