@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # pip fetches setuptools
 
 SNIPPET = """
 import megatron_lce
-from megatron_lce.plugins import replacing
+from megatron_lce.plugins import patching
 
 reveal_type(megatron_lce.linear_topk)
 megatron_lce.linear_topk(1, 2, "3")

@@ -96,9 +96,7 @@ OF_TOP_K = "compute_forward_kl_topk(student_logits, teacher_topk_log_probs, teac
 replacements: dict[str, Any] = {
     f"{FORWARD}:gptmodel_forward_model_engine(model, logits_processor, logits_processor_args, ...)": engine_forward,
     f"{TOP_K}:{OF_TOP_K}": forward_kl_topk,
-    f"{KERNEL}:linear_cross_entropy": lambda original, *inputs, **keywords: verl_linear_cross_entropy(
-        *inputs, **keywords
-    ),
+    f"{KERNEL}:linear_cross_entropy": lambda _, *inputs, **keywords: verl_linear_cross_entropy(*inputs, **keywords),
 }
 needs = [
     f"{FORWARD}:{MASK}(response_mask, input_ids_lengths, response_attention_mask)",
