@@ -149,7 +149,7 @@ def policy(document: dict, sizes: slice = slice(None)) -> str:
     """The head of a policy update, with and without an entropy term."""
     columns: dict[str, Column] = {}
     for tp, (coefficient, title) in itertools.product(
-        of_sizes(document, "policy")[sizes], ((0, "logprobs"), (0.001, "and entropy"))
+        of_sizes(document, "policy")[sizes], ((0, "logprobs"), (0.001, "with entropy"))
     ):
         columns[f"TP={tp}, {title}"] = ({"tp": tp, "entropy_coeff": coefficient}, head_both)
     return table(document, "head of a policy update: ms, GiB", "policy", "provider", POLICY, columns)
