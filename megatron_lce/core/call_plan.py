@@ -107,7 +107,7 @@ def plan_divergence(
     needs_weight: bool = True,
     keeps_fp32_sum: bool = False,
 ) -> Plan:
-    """Return the plan of `linear_divergence`: `stats_tokens` are those whose logits of both heads are in memory at once.
+    """Return the plan of two heads: `stats_tokens` are those whose logits of both heads are in memory at once.
 
     If gradients are known, a block is as long as all its gradients can be kept, or all tokens if none fit.
     """
