@@ -123,10 +123,8 @@ def of_sizes(document: dict, section: str) -> list[int]:
 
 def first_step(document: dict) -> str:
     """The README's: time and memory at 16,384 tokens, and the same with 60 % of them masked."""
-    names, tp = (
-        ("native", "native-fused", "te", "ours", "ours-known", "ours-known-skip"),
-        of_sizes(document, "steps")[-1],
-    )
+    names = ("native", "native-fused", "te", "ours", "ours-known", "ours-known-skip")
+    tp = of_sizes(document, "steps")[-1]
     columns: dict[str, Column] = {}
     for masked, suffix in ((0.0, ""), (0.6, ", 60 % masked")):
         fields = {"tp": tp, "tokens": 16384, "masked": masked}
