@@ -51,7 +51,6 @@ HEADS = {
     "ours": "megatron-lce",
     "ours-cached": "megatron-lce, all logits cached",
     "ours-token-640": "megatron-lce, `linear_token_loss`",
-    "ours-known-640": "megatron-lce, `known_loss=True`",
 }
 JSD_HEADS = {
     "compile": "torch.compile",
