@@ -55,7 +55,6 @@ HEADS = {
 JSD_HEADS = {
     "compile": "torch.compile",
     "ours": "`linear_jsd`",
-    "ours-3": "`linear_divergence`, three kinds",
     "ours-loss-1024": "`linear_divergence_loss`",
     "ours-3-loss-1024": "`linear_divergence_loss`, three kinds",
 }
