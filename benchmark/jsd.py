@@ -87,7 +87,6 @@ PROVIDERS = {
         Provider("ours", lambda: _ours),
         Provider("ours-3", lambda: partial(_ours, kinds=THREE)),
         Provider("ours-loss-1024", lambda: partial(_ours, loss_workspace=2**30)),
-        Provider("ours-weights-1024", lambda: partial(_ours, loss_workspace=2**30)),  # the same; its name in 0.2.0
         Provider("ours-3-loss-1024", lambda: partial(_ours, kinds=THREE, loss_workspace=2**30)),
         Provider("liger", _load_liger, package="liger-kernel"),
         Provider("compile", lambda: torch.compile(materialised, dynamic=False), holds_logits=True),

@@ -4,8 +4,8 @@ Forward and backward by Megatron's schedule, DDP with fp32 gradients, no optimiz
 resting state (weights, gradient buffers, data), losses, and every parameter's gradient against an fp32 run of the same
 weights. One model serves all variants, so they share its weights to the bit. Masked tokens have valid labels and a
 `loss_mask` of 0, as in Megatron's batches; `-skip` variants ignore and skip them. Megatron's losses are `native`, fused
-`native-fused`, and TransformerEngine's `te`, `te-overwrite` (`overwrite_input=True`) and `te-old` (up to 2.17, where
-the gradient replaces the logits in forward). Layers are local or TransformerEngine's; those of the exact run are local.
+`native-fused`, and TransformerEngine's `te` and `te-overwrite` (`overwrite_input=True`). Layers are local or
+TransformerEngine's; those of the exact run are local.
 """
 
 import argparse
@@ -145,8 +145,6 @@ def losses_and_gradients(model: nn.Module, batches: list[dict[str, Tensor]]) -> 
 def te_losses(args: argparse.Namespace) -> list[Provider]:
     """TransformerEngine's losses, as variants."""
     found = {"te": partial(te_loss.load, args.te), "te-overwrite": partial(te_loss.load, args.te, overwrite_input=True)}
-    if args.te_old is not None:
-        found["te-old"] = partial(te_loss.load, args.te_old)
     return [Provider(name, load, holds_logits=True) for name, load in found.items() if name in args.variants]
 
 

@@ -87,7 +87,6 @@ def distillation(document: dict) -> Any:
     """Memory of linear JSD at beta 0.5, with its time as text."""
     figure, ((axis,),) = _figure(1, 1, (8, 2.3))
     titles = {"compile": ("torch.compile", GREY), "ours": ("linear_jsd", BLUE)}
-    titles["ours-weights-1024"] = ("linear_jsd,\ntoken_weights", ORANGE)  # of 0.2.0
     titles["ours-loss-1024"] = ("linear_divergence_loss", ORANGE)
     records = {x["provider"]: x for x in measured(document, "jsd", beta=0.5)}
     bars = []

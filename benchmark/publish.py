@@ -2,7 +2,7 @@
 
 A page has a table's place between `<!-- table: NAME -->` and `<!-- end -->`; NAME is an entry of `TABLES`, or of
 `UNMEASURED`. Pictures go to docs/images/NAME.png; NAME is an entry of `PICTURES`. Each entry names its file of
-benchmark/results; without that file, what stands there stays. To publish a new measurement, commit its JSON and run
+benchmark/results. To publish a new measurement, commit its JSON and run
 this program; `tests/test_docs.py` fails if a page differs from its results.
 """
 
@@ -133,8 +133,7 @@ def first_step(document: dict) -> str:
 
 def steps(document: dict) -> str:
     """Of 16,384 tokens, with those of several GPUs."""
-    records = document["steps"] + (result("steps_tp")["steps"] if has_result("steps_tp") else [])
-    document, columns = {"steps": records}, {}
+    document, columns = {"steps": document["steps"] + result("steps_tp")["steps"]}, {}
     for tp, (masked, suffix) in itertools.product(of_sizes(document, "steps"), ((0.0, ""), (0.6, ", 60 % masked"))):
         columns[f"TP={tp}{suffix}"] = ({"tp": tp, "tokens": 16384, "masked": masked}, step_both)
     titles = {name: title for name, title in STEPS.items() if name != "ours-skip"}  # as `ours` with fewer tokens
@@ -205,10 +204,6 @@ def result(name: str) -> dict:
     return load(RESULTS / f"{name}.json")
 
 
-def has_result(name: str) -> bool:
-    return (RESULTS / f"{name}.json").exists()
-
-
 def fill(page: str) -> str:
     """The page with its tables made anew."""
 
@@ -216,7 +211,7 @@ def fill(page: str) -> str:
         if place[2] in UNMEASURED:
             return f"{place[1]}\n{UNMEASURED[place[2]]()}\n{place[3]}"
         file, make = TABLES[place[2]]
-        return f"{place[1]}\n{make(result(file))}\n{place[3]}" if has_result(file) else place[0]
+        return f"{place[1]}\n{make(result(file))}\n{place[3]}"
 
     return PLACE.sub(made, page)
 
@@ -294,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
     for path in pages():
         path.write_text(fill(path.read_text()))
     for name, (file, _) in pictures.PICTURES.items():
-        if has_result(file) and not arguments.no_pictures:
+        if not arguments.no_pictures:
             print(f"Picture: {pictures.draw(name, result(file), IMAGES)}")
 
 

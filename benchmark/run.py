@@ -23,7 +23,7 @@ from benchmark.shapes import DTYPES, WrongArgument, choose, parse_heads, parse_s
 from scripts.arguments import TRANSFORMER_IMPLS, HelpFormatter
 from scripts.ranks import device_of_rank
 
-VARIANTS = ("native", "native-fused", "te", "te-overwrite", "te-old", "ours", "ours-known", "ours-cached", "ours-skip")
+VARIANTS = ("native", "native-fused", "te", "te-overwrite", "ours", "ours-known", "ours-cached", "ours-skip")
 VARIANTS += ("ours-known-skip",)
 POLICY_HEADS = ("verl", "verl-kernel", "ours-skip", "ours-token-skip")
 EXTRAS = {"megatron": "megatron", "tokenizers": "scripts"}  # where pyproject.toml names a package
@@ -104,7 +104,6 @@ OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's o
     "masked": (several(partial(share, highest=0.999)), "Comma-separated shares of masked tokens, such as 0,0.6."),
     "variants": (names("a variant", VARIANTS), all_of(VARIANTS)),
     "te": (Path, "Folder with transformer_engine's Python files; None: the installed one's."),
-    "te_old": (Path, "The same of a version up to 2.17; None: its loss is left out."),
     "transformer_impl": (kind_of_layers, f"Layers: {' or '.join(TRANSFORMER_IMPLS)}."),
     "text": (Path, "File that benchmark.training_text wrote."),
     "runs": (names("a run", RUNS), all_of(RUNS)),
@@ -155,7 +154,7 @@ CASES = {
         "megatron_step.measure_case",
         {
             "hidden": "4096", "vocab": "151936", "tokens": "8192,16384", "rounds": TURNS["rounds"], "tp": "1",
-            "pp": "1", "masked": "0", "variants": "all", "te": None, "te_old": None,
+            "pp": "1", "masked": "0", "variants": "all", "te": None,
             "sequence_length": "4096", "layers": "4", "heads": "32", "transformer_impl": "local",
         },
     ),

@@ -16,9 +16,7 @@ def test_a_step_that_had_no_room_is_told():
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_pictures_are_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")
-    file = pictures.PICTURES[name][0]
-    document = publish.result(file if (publish.RESULTS / f"{file}.json").exists() else "steps")
-    path = pictures.draw(name, document, tmp_path)
+    path = pictures.draw(name, publish.result(pictures.PICTURES[name][0]), tmp_path)
     assert path == tmp_path / f"{name}.png"
     assert path.stat().st_size > 10_000
     assert (publish.IMAGES / path.name).exists()

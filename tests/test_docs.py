@@ -198,7 +198,7 @@ def test_tables_and_links(page):
 
 def test_sentences_beside_the_tables_hold():
     """The claims of README, performance.md and numerics.md that are no table's cell."""
-    records = [x for name in ("steps", "steps_tp") if publish.has_result(name) for x in publish.result(name)["steps"]]
+    records = [x for name in ("steps", "steps_tp") for x in publish.result(name)["steps"]]
     steps = {(x["tp"], x["variant"]): x for x in records if x["tokens"] == 16384 and x["masked"] == 0}
     for tp in {tp for tp, _ in steps}:
         fused, te, default, known = (steps[tp, name] for name in ("native-fused", "te", "ours", "ours-known"))
@@ -210,7 +210,7 @@ def test_sentences_beside_the_tables_hold():
     ratios = {name: [x["over_products"] for x in measured(heads, "times", provider=name)] for name in publish.HEADS}
     assert all(1.33 <= round(ratio, 2) <= 1.44 for ratio in ratios["ours"])
     others = [ratio for name in publish.HEADS if name.startswith("ours-") for ratio in ratios[name]]
-    assert (round(min(others), 2), round(max(others), 2)) == (1.01, 1.12)
+    assert (round(min(others), 2), round(max(others), 2)) == (1.01, 1.11)
     errors = {x["provider"]: x["logprobs_max_error"] for x in heads["errors"] if x["mode"] == "rl"}
     assert 700 <= errors["compile"] / errors["ours"] <= 1500  # a thousand times
     baseline, *others = publish.result("training")["training"]
@@ -219,11 +219,10 @@ def test_sentences_beside_the_tables_hold():
         assert abs(run["held_out_loss"] - baseline["held_out_loss"]) <= 0.0003
         assert max(abs(a - b) for a, b in zip(run["losses"], baseline["losses"], strict=True)) <= 0.004
     of_jsd = publish.result("jsd")["jsd"]
-    names = {x["provider"] for x in of_jsd}
-    of_loss = "ours-loss-1024" if "ours-loss-1024" in names else "ours-weights-1024"  # of 0.2.0
     for beta in (0.5, 0.0, 1.0):
         ours, theirs = (
-            next(x for x in of_jsd if (x["provider"], x["beta"]) == (name, beta)) for name in (of_loss, "compile")
+            next(x for x in of_jsd if (x["provider"], x["beta"]) == (name, beta))
+            for name in ("ours-loss-1024", "compile")
         )
         assert ours["time_ms"] <= 1.1 * theirs["time_ms"]
         assert extra_gib(ours) <= 0.51 * extra_gib(theirs)
