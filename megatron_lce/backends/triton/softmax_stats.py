@@ -257,20 +257,22 @@ def _softmax_stats_kernel(
 
         chunks = tl.arange(0, CHUNKS)
         first_row = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + offs_n[:, None]
-        extremes, sums = extremes_at(first_row, N), sums_at(first_row, N, ENTROPY, TELEMETRY, EXTREMES)
+        # Before 9.0 stores add offsets to one pointer: pointers to all rows spill 72 bytes more (8.0, softcap, cache).
+        row, origin = (first_row, 0) if PERSISTENT else (0, first_row)
+        extremes, sums = extremes_at(row, N), sums_at(row, N, ENTROPY, TELEMETRY, EXTREMES)
         mask = row_mask[:, None] & (col_start + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
         if MEAN:
             # Products past the end of the vocabulary are zero. Sums first: in this order no register spills.
             zero_ended = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
             sum_logit = tl.sum(zero_ended, 2)
-            tl.store(sums.sum_logit, sum_logit, mask)
+            tl.store(origin + sums.sum_logit, sum_logit, mask)
             if TELEMETRY:
-                tl.store(sums.sum_logit_squared, tl.sum(zero_ended * zero_ended, 2), mask)
+                tl.store(origin + sums.sum_logit_squared, tl.sum(zero_ended * zero_ended, 2), mask)
                 min_logit = tl.where((offs_v < V)[None, :], logits, float("inf"))
                 min_logit = tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2)
             else:  # tl.min would ignore a NaN
                 min_logit = tl.where(sum_logit == sum_logit, -tl.abs(sum_logit), float("-inf"))
-            tl.store(extremes.min_logit, min_logit, mask)
+            tl.store(origin + extremes.min_logit, min_logit, mask)
         if col_start + BLOCK_V > V:
             logits = tl.where((offs_v < V)[None, :], logits, _LOWEST_LOGIT)
 
@@ -278,21 +280,21 @@ def _softmax_stats_kernel(
         max_logit = tl.maximum(tl.max(logits, 2), _LOWEST_LOGIT)  # [BLOCK_N, CHUNKS]; a chunk may be -inf throughout
         if TELEMETRY:
             argmax = tl.argmax(logits, 2) + (col_start + first_column + vocab_start + chunks * CHUNK)[None, :]
-            tl.store(extremes.argmax, argmax.to(tl.float32, bitcast=True), mask)
+            tl.store(origin + extremes.argmax, argmax.to(tl.float32, bitcast=True), mask)
         shifted = logits - max_logit[:, :, None]
         exp = tl.exp2(shifted)
         sum_exp = tl.sum(exp, 2)
         if ENTROPY:
             # 0 times -inf must be 0. The maximum costs nothing; a branch for the chunks that need it costs 5 to 10 %.
             finite = tl.maximum(shifted, _LOWEST_LOGIT)
-            tl.store(sums.sum_exp_logit, tl.sum(exp * finite, 2), mask)
+            tl.store(origin + sums.sum_exp_logit, tl.sum(exp * finite, 2), mask)
         if TELEMETRY:
-            tl.store(sums.sum_exp_squared, tl.sum(exp * exp, 2), mask)
-        tl.store(sums.sum_exp, sum_exp, mask)
+            tl.store(origin + sums.sum_exp_squared, tl.sum(exp * exp, 2), mask)
+        tl.store(origin + sums.sum_exp, sum_exp, mask)
         # tl.max ignores a NaN; a sum does not.
         max_logit = tl.where(sum_exp == sum_exp, max_logit, float("nan"))
-        tl.store(extremes.max_logit, max_logit, mask)
-        tl.store(extremes.label_logit, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), mask)
+        tl.store(origin + extremes.max_logit, max_logit, mask)
+        tl.store(origin + extremes.label_logit, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), mask)
         if exp_desc is not None:
             shift = max_logit
             if MAX_ABS_FOR_ZERO_SHIFT > 0:
