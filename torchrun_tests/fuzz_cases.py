@@ -123,7 +123,8 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
 
     A probability is wrong by an eps of its logit, of either head's, and more by some of that logit's distance from the
     largest; a gradient by that, times what upstream and the other factor of its product amount to, however small the
-    gradient is. A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A logit
+    gradient is. A sum over ranks rounds each rank's part, and the roundings of a few numbers, of the gradient or of the
+    logits' gradients that it sums, do not average. A logit
     that is kept is wrong by an eps of the dtype, and a candidate's by one of the log-sum-exp, to which its logprob is
     added: much beside a small softcap, whose derivative is taken of it. And probabilities of kept logits do not sum to
     one. Gradients of logits, and results, that are subnormal in fp16 are rounded to multiples of one number, as eager's
@@ -159,7 +160,8 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
         if case.operation == "linear_jsd":  # torch's products, rounded once in forward and otherwise in backward
             error += 2 * sum(of_products)
             error += unsure_signs(share, error)
-        error += own_eps * (exact.numel() < FEW or (name == "grad_hidden" and share.ranks.number > 1))
+        few = min(num_logits, exact.numel()) < FEW
+        error += own_eps * (few or (name == "grad_hidden" and share.ranks.number > 1))
         largest_row = float(other.norm(dim=-1).max()) if other.numel() else 0.0
         error = error * size * largest_row + step / 2 * (num_logits**0.5 * largest_row + exact.numel() ** 0.5)
         floors[name] = error / max(float(exact[~exact.isnan()].norm()), 1e-300)
