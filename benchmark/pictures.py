@@ -140,7 +140,7 @@ def _mean(values: Sequence[float]) -> float:
 
 PICTURES: dict[str, tuple[str, Callable[[dict], Any]]] = {  # the results' file, and what draws it
     "step": ("steps_tp", step),
-    "masked": ("steps", masked),
+    "masked": ("masked", masked),
     "memory": ("memory", memory),
     "distillation": ("jsd", distillation),
     "training": ("training", training),
