@@ -90,7 +90,7 @@ def test_refusals_of_ids_name_them_as_the_caller_passed_them(model, device, tens
 
 
 def test_bf16_hidden_states_beside_a_weight_in_fp32_and_a_samplers_rounding(model, tensors, labels):
-    model.output_layer.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(), *args[1:]))
+    model.decoder.register_forward_hook(lambda module, args, hidden: hidden.bfloat16())
     head = captured(model, tensors)
     assert (head.hidden.dtype, head.weight.dtype) == (torch.bfloat16, torch.float32)
     logits = exact_logits(head).detach()

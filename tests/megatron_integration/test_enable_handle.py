@@ -86,7 +86,8 @@ def test_a_capture_is_closed_first(untied, tensors, labels):
             message = "capture_lm_head is open on this model: enable before or after it"
             assert_refused(RuntimeError, message, enable, untied)
             if enabled:
-                message = "capture_lm_head has replaced ColumnParallelLinear.forward after enable_fused_linear_ce: undo"
+                replaced = f"{type(untied.output_layer).__name__}.forward"
+                message = f"capture_lm_head has replaced {replaced} after enable_fused_linear_ce: undo"
                 for remove in (handle.remove, lambda: enable(untied, use_fused_linear_ce=False)):
                     assert_refused(RuntimeError, message, remove)
             assert state(untied) == inside

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import nn
 
 from tests.megatron_world import VOCAB_SIZE, assert_refused, enable, lora, state
@@ -53,7 +54,7 @@ SETTINGS = {  # by what is set: its value, and the reason
     "output_layer.disable_grad_reduce": (True, "output_layer has disable_grad_reduce set"),
     "output_layer.forward": (lambda *_, **__: None, f"output_layer.forward {REPLACED}"),
     "output_layer._forward_impl": (lambda **_: None, "output_layer's _forward_impl was replaced"),
-    "output_layer.__class__._forward_impl": (lambda *_, **__: None, f"ColumnParallelLinear._forward_impl {REPLACED}"),
+    "ColumnParallelLinear._forward_impl": (lambda *_, **__: None, f"ColumnParallelLinear._forward_impl {REPLACED}"),
     "compute_language_model_loss": (lambda *_: None, f"compute_language_model_loss {REPLACED}"),
     "__class__.__base__.compute_language_model_loss": (
         lambda self, labels, logits: 0.0 * logits.sum(),
@@ -76,7 +77,8 @@ def test_what_cannot_be_fused_is_told(untied, change, monkeypatch):
     else:
         value, reason = SETTINGS[change]
         *owner, name = change.split(".")
-        monkeypatch.setattr(functools.reduce(getattr, owner, untied), name, value, raising=False)
+        holder = ColumnParallelLinear if owner == ["ColumnParallelLinear"] else functools.reduce(getattr, owner, untied)
+        monkeypatch.setattr(holder, name, value, raising=False)
     before = state(untied)
     message = f"fused linear cross-entropy is not used: {reason}"
     with pytest.warns(UserWarning, match=message) as told:
