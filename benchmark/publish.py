@@ -39,9 +39,8 @@ STEPS = {
     "ours-known": "megatron-lce, `known_loss=True`",
     "ours-cached": "megatron-lce, all logits cached",
     "ours-skip": "megatron-lce, masked tokens skipped",
-    "ours-known-skip": "megatron-lce, `known_loss=True`, masked tokens skipped",
+    "ours-known-skip": "megatron-lce, `known_loss=True, skip_masked=True`",
 }
-MASKED = STEPS | {"ours-known-skip": "... and masked tokens skipped"}  # below `known_loss=True`
 HEADS = {
     "megatron": "Megatron, fused cross-entropy",
     "te": "Megatron, TransformerEngine's cross-entropy",
@@ -127,7 +126,7 @@ def first_step(document: dict) -> str:
     for masked, suffix in ((0.0, ""), (0.6, ", 60 % masked")):
         fields = {"tp": tp, "tokens": 16384, "masked": masked}
         columns |= {f"time{suffix}": (fields, step_ms), f"transient memory{suffix}": (fields, step_gib)}
-    titles = {x: MASKED[x] for x in names} | {"te": f"{STEPS['te']} \\*"}
+    titles = {x: STEPS[x] for x in names} | {"te": f"{STEPS['te']} \\*"}
     return table(document, f"training step, TP={tp}", "steps", "variant", titles, columns)
 
 
@@ -163,7 +162,7 @@ def which_option() -> str:
         heads = (FUSED, TE, OURS, KNOWN_LOSS, f"{OURS}, all logits cached")
         lines.append([f"TP={tp}", *(peaks[head] for head in heads), *names])
     header = ["peak in GiB, 8,192 tokens", "Megatron, fused", "TransformerEngine's", "default", "`known_loss`"]
-    return markdown([*header, "full cache", "take", "at 16,384"], lines)
+    return markdown([*header, "full cache", "take", "take at 16,384"], lines)
 
 
 def heads(document: dict) -> str:
