@@ -58,7 +58,7 @@ JSD_HEADS = {
     "ours-3-loss-1024": "`linear_divergence_loss`, three kinds",
 }
 POLICY = {
-    "verl": "verl by default, logits (`use_fused_kernels=False`)",
+    "verl": "verl's Megatron engine, logits (`use_fused_kernels=False`)",
     "verl-kernel": "verl's fused kernel (`use_fused_kernels=True`)",
     "ours-skip": "verl with the plugin (`use_fused_kernels=False`)",
     "ours-token-skip": "`linear_token_loss` in your own loop",
