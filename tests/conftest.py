@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests import interpreter
+from tests import interpreter, plugin_stand_ins
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -52,6 +52,9 @@ def pytest_collection_finish():
     # What is imported stays: every collection of garbage would look through it.
     gc.collect()
     gc.freeze()
+
+
+make = plugin_stand_ins.make  # a fixture
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,14 @@
 """Packages with the modules and names of frameworks, on which plugins are tried."""
 
+import functools
+import importlib
+import operator
+import os
+import sys
+import textwrap
+
+import pytest
+
 STEPS = """
     import torch
 
@@ -202,3 +211,49 @@ BY_NAME = {  # modules that import a replaced function by its name
     "areal": [("areal.engine", "chunked_lm_head_logprobs_entropy")],
     "megatron.rl": [("megatron.rl.train", "get_logprobs")],
 }
+
+
+def forget(framework):
+    """The framework and its plugin as if they had never been imported."""
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{framework}.")]:
+        del sys.modules[name]
+    plugin = sys.modules.pop(f"megatron_lce.plugins.{PLUGIN_OF.get(framework, framework)}", None)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if plugin is None or finder is not plugin.plugin]
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Writes a stand-in of a framework, with parts of its files replaced, and makes it importable."""
+    made = []
+
+    def write(framework, **replaced):
+        folder = tmp_path.joinpath(*framework.split("."))
+        for file, text in FILES[framework].items():
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = functools.reduce(lambda text, change: text.replace(*change), replaced.items(), text)
+            path.write_text(textwrap.dedent(text))
+        for package in [folder, *filter(os.path.isdir, folder.rglob("*"))]:
+            (package / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        forget(framework)
+        made.append(framework)
+        return tmp_path
+
+    yield write
+    for framework in made:
+        forget(framework)
+
+
+def import_plugin(framework):
+    return importlib.import_module(f"megatron_lce.plugins.{PLUGIN_OF.get(framework, framework)}")
+
+
+def get(target):
+    module, _, path = target.partition(":")
+    return operator.attrgetter(path)(importlib.import_module(module))
+
+
+def is_ours(function):
+    code = getattr(function, "__globals__", {"__name__": ""})
+    return code["__name__"].startswith("megatron_lce.")
