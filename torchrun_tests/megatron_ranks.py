@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import compare_step
-from megatron.core import parallel_state
+from megatron.core import parallel_state, process_groups_config
 from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
@@ -158,7 +157,7 @@ def check_own_groups(case: cases.Case, device: torch.device, report: harness.Rep
     pairs = [[rank, rank + ranks // 2] for rank in range(ranks // 2)]
     group, _ = dist.new_subgroups_by_enumeration(pairs)
     alone, _ = dist.new_subgroups(1)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups = process_groups_config.ProcessGroupCollection.use_mpu_process_groups()
     groups.tp, groups.tp_cp, groups.cp, groups.pp = group, group, alone, alone
     options = cases.gpt_options(dataclasses.replace(case, config=(*case.config, ("tensor_model_parallel_size", 2))))
     batch = cases.microbatches(case, device)[0]

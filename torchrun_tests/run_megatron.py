@@ -18,7 +18,7 @@ import megatron_cases as cases
 import megatron_te
 import megatron_topologies as topologies
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, process_groups_config
 from megatron.core.transformer import TransformerConfig
 from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, MEGATRONS, MODEL, check_fsdp, check_fsdp_errors
 from megatron_heads import check_capture, check_compat, check_logits, check_mtp_capture
@@ -74,6 +74,8 @@ IN_FP16 = [
 LOSS_TERMS = cases.Case(sequence_parallel=True, mtp=True, masked=True, known=True)
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 OWN_GROUPS = [cases.Case(tensor_parallel=1), cases.Case(tied=True)]
+if not hasattr(process_groups_config, "ProcessGroupCollection"):  # before 0.15
+    OWN_GROUPS = []
 MUP = (("use_mup", True), ("mup_base_hidden_size", 16))
 SETTINGS = TransformerConfig.__dataclass_fields__
 OWN_FLAG_CASES = [cases.Case(mtp=True), cases.Case(tied=True, sequence_parallel=True)] if LOSS_OF_HEAD else []
