@@ -1,10 +1,8 @@
-"""Kernels of divergences. Each reads the products of both heads once.
+"""Kernels of divergences, limited by memory bandwidth. Each reads the products of both heads once.
 
-    _softmaxes_kernel      -> student_max, student_sum, teacher_max, teacher_sum
-    _divergence_kernel     -> the sums of `DivergenceStats` (, mean_shifted_logit, label_logit, has_label)
-    _gradient_kernel       -> gradient of the student's products
-
-Between them the ranks merge the softmaxes, then the sums. All kernels are limited by memory bandwidth.
+_softmaxes_kernel      -> student_max, student_sum, teacher_max, teacher_sum, which the ranks merge
+_divergence_kernel     -> the sums of `DivergenceStats` (, mean_shifted_logit, label_logit, has_label), merged, too
+_gradient_kernel       -> gradient of the student's products
 """
 
 from typing import Any, NamedTuple
@@ -65,9 +63,8 @@ def _launch(kernel: Any, heads: Heads, raw_logits: Tensor, stats: Tensor, **extr
     _, num_tokens, num_columns = raw_logits.shape
     programs = tiles.jsd_programs(num_columns)
     block_n = tiles.block_rows(programs.block_n, num_tokens)
-    student, teacher = (
-        _Head(raw, head.scale, head.softcap_scale) for raw, head in zip(raw_logits, heads[:2], strict=True)
-    )
+    pairs = zip(raw_logits, heads[:2], strict=True)
+    student, teacher = (_Head(logits, head.scale, head.softcap_scale) for logits, head in pairs)
     tiles.launch(
         kernel,
         (ceil_div(num_tokens, block_n),),
@@ -191,11 +188,8 @@ def _divergence_kernel(
         tl.store(stats + _JSD * stats_stride, jsd, row_mask)
         tl.store(stats + _STUDENT_KL * stats_stride, student_kl, row_mask)
     if label_ptr is not None:
-        tl.store(
-            stats + _MEAN_SHIFTED_LOGIT * stats_stride,
-            tl.sum(mean_shifted_logit, 1, keep_dims=True) * student_inverse,
-            row_mask,
-        )
+        mean_row = stats + _MEAN_SHIFTED_LOGIT * stats_stride
+        tl.store(mean_row, tl.sum(mean_shifted_logit, 1, keep_dims=True) * student_inverse, row_mask)
         tl.store(stats + _LABEL_LOGIT * stats_stride, tl.sum(label_logit, 1, keep_dims=True), row_mask)
         tl.store(stats + _HAS_LABEL * stats_stride, ((label >= 0) & (label < V)).to(tl.float32), row_mask)
 
