@@ -54,7 +54,7 @@ def merge_chunks(
     num_sets, rows_of_set, _ = all_extremes.shape
     extremes = stats.new_empty(num_extremes(telemetry), num_tokens)
     sums = stats.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
-    programs = tiles.merge_programs(num_tokens)
+    programs = tiles.merge_programs(num_tokens, mean=telemetry == "mean_logit")
     block_n = tiles.block_rows(programs.block_n, num_tokens)
     tiles.launch(
         _merge_chunks_kernel,
