@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_lce.plugins.functions import Function
+from megatron_lce.plugins.functions import Function, called_with
 from megatron_lce.plugins.patching import Plugin
 from tests.plugin_stand_ins import BY_NAME, FILES, forget, get, import_plugin, is_ours
 
@@ -108,7 +108,7 @@ CHANGED = {  # a parameter that is renamed, and its function
     "swift": "labels compute_logps_and_entropy_from_logits",
     "megatron.bridge": "_get_batch_fn _forward_step_common",
     "nemo_rl": "runtime_gather_output from_parallel_hidden_states_to_logprobs",
-    "skyrl": "unpacked_seqlen from_parallel_hidden_to_logprobs_packed_sequences",
+    "skyrl": "fused_backend from_parallel_hidden_to_logprobs",
     "areal": "chunk_size chunked_lm_head_logprobs_entropy",
     "megatron.rl": "index selective_log_softmax",
 }
@@ -140,6 +140,16 @@ def test_a_function_that_takes_other_arguments_raises(framework, loaded, make):
 )
 def test_parameters_that_a_plugin_relies_on(needed, found, fits):
     assert Function.of(f"module:function{needed}").fits(found) == fits
+
+
+def test_ours_get_a_call_by_name_and_pass_it_on():
+    def theirs(x, *rest, y=2, **others):
+        return x, rest, y, others
+
+    ours = called_with(theirs, lambda call: (call.original, call.x, call.y, call.run(), call.run(y=call.x)))
+    assert ours(1, 7, z=3) == (theirs, 1, 2, (1, (7,), 2, {"z": 3}), (1, (7,), 1, {"z": 3}))
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        ours()
 
 
 @pytest.mark.parametrize("module", ["models.mcore.model_forward", "utils.kernel.linear_cross_entropy"])

@@ -1,1 +1,1 @@
-"""One module per framework. Importing it replaces the framework's functions of logits with the fused head."""
+"""One module per framework. Importing it, as docs/integrations.md shows, replaces functions of logits."""

@@ -1,7 +1,4 @@
-"""Megatron-Bridge's training: the loss of `gpt_step` without logits, and without masked tokens.
-
-cfg.model.register_post_wrap_hook(megatron_lce.plugins.bridge.enable)  # before pretrain or finetune
-"""
+"""Megatron-Bridge's training: the loss of `gpt_step` without logits, and without masked tokens."""
 
 from typing import Any
 
@@ -9,7 +6,7 @@ from torch import nn
 
 import megatron_lce
 from megatron_lce.plugins.functions import version_of
-from megatron_lce.plugins.patching import Plugin
+from megatron_lce.plugins.patching import installed
 
 
 def enable(chunks: list[nn.Module]) -> list[nn.Module]:
@@ -18,26 +15,24 @@ def enable(chunks: list[nn.Module]) -> list[nn.Module]:
     return chunks
 
 
-def step_with_mask(original: Any, state: Any, data_iterator: Any, model: nn.Module, *rest: Any, **keywords: Any) -> Any:
+def step_with_mask(call: Any) -> Any:
     """Bridge's step, which also passes the loss mask of the batch to the model."""
-    read, mask = keywords.get("_get_batch_fn") or original.__globals__["get_batch"], {}
+    read, mask = call._get_batch_fn or call.original.__globals__["get_batch"], {}
 
-    def get_batch(*inputs: Any, **options: Any) -> Any:
-        batch = read(*inputs, **options)
+    def get_batch(*inputs: Any, **keywords: Any) -> Any:
+        batch = read(*inputs, **keywords)
         mask["loss_mask"] = batch[2]
         return batch
 
     def with_mask(_: nn.Module, inputs: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return inputs, mask | given
 
-    with model.register_forward_pre_hook(with_mask, prepend=True, with_kwargs=True):
-        output = original(state, data_iterator, model, *rest, **keywords | {"_get_batch_fn": get_batch})
+    with call.model.register_forward_pre_hook(with_mask, prepend=True, with_kwargs=True):
+        output = call.run(_get_batch_fn=get_batch)
     if not mask:
         raise RuntimeError(f"megatron_lce: the step of {version_of('megatron.bridge')} does not call get_batch")
     return output
 
 
 STEP = "megatron.bridge.training.gpt_step:_forward_step_common(state, data_iterator, model, _get_batch_fn, ...)"
-plugin = Plugin("megatron.bridge", {STEP: step_with_mask})
-install, uninstall = plugin.install, plugin.uninstall
-install()
+plugin, install, uninstall = installed("megatron.bridge", {STEP: step_with_mask})

@@ -2,8 +2,7 @@
 
 import contextlib
 import copy
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,20 +12,19 @@ import megatron_lce
 
 
 def captured_if(
-    should_capture: Callable[[Mapping[str, Any]], bool],
+    should_capture: Callable[[Any], bool],
     make_output: Callable[[Tensor], Tensor] = lambda hidden: hidden.view_as(hidden),  # a view: no cycle
 ) -> Callable[..., Any]:
-    """Returns a replacement that captures the LM head of the function's `model` if `should_capture` its arguments.
+    """Returns a replacement that captures the LM head of the call's `model` if `should_capture(call)`.
 
     `model` is a chunk or a list of chunks. The chunk with the head returns `make_output(hidden)`, and the captured head
     as the attribute `lm_head` of that tensor.
     """
 
-    def run(original: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
-        arguments = inspect.signature(original).bind(*inputs, **keywords).arguments
-        if not should_capture(arguments):
-            return original(*inputs, **keywords)
-        chunks = [arguments["model"]] if isinstance(arguments["model"], nn.Module) else arguments["model"]
+    def step(call: Any, **changed: Any) -> Any:
+        if not should_capture(call):
+            return call.run(**changed)
+        chunks = [call.model] if isinstance(call.model, nn.Module) else call.model
 
         def take(chunk: nn.Module, _: Any, output: Tensor) -> Tensor | None:
             if head.hidden is None or output.shape[-1] > 0:  # a pipeline stage or a chunk without the head
@@ -40,26 +38,37 @@ def captured_if(
             head = opened.enter_context(megatron_lce.capture_lm_head(chunks))
             for chunk in chunks:
                 opened.enter_context(chunk.register_forward_hook(take))
-            return original(*inputs, **keywords)
+            return call.run(**changed)
 
-    return run
+    return step
 
 
-def reads_log_probs(arguments: Mapping[str, Any]) -> bool:
-    """Whether `forward_only` or `train_one_step` with these arguments reads only logprobs and entropy."""
-    if "f" in arguments:
-        return getattr(arguments["f"], "__name__", None) == "get_log_probs_and_entropy"
-    return arguments["args"].loss_type in ("policy_loss", "sft_loss")
+def reads_log_probs(call: Any) -> bool:
+    """Whether this call of `forward_only` or `train_one_step` reads only logprobs and entropy."""
+    if hasattr(call, "f"):
+        return getattr(call.f, "__name__", None) == "get_log_probs_and_entropy"
+    return call.args.loss_type in ("policy_loss", "sft_loss")
+
+
+def steps_of(framework: str, should_capture: Callable[[Any], bool]) -> dict[str, Callable[..., Any]]:
+    """The steps of slime or miles, captured."""
+    module, step = f"{framework}.backends.megatron_utils.model", captured_if(should_capture)
+    return {f"{module}:forward_only(f, args, model, ...)": step, f"{module}:train_one_step(args, model, ...)": step}
+
+
+BATCH = "args, unconcat_tokens, total_lengths, response_lengths"  # of `get_responses`, in slime and miles
 
 
 class Responses:
     """Response tokens by sample, their rows in the head's output, and labels [b, s], -100 at all other tokens."""
 
-    def __init__(self, head: Any, get_responses: Callable, **batch: Any) -> None:
+    def __init__(self, call: Any, **options: Any) -> None:
+        self.head = head = call.logits.lm_head
         sequence = head.hidden.shape[0] * (head.tp_group.size() if head.sequence_parallel else 1)
         numbers = torch.arange(sequence * head.hidden.shape[1], dtype=torch.int64, device=head.hidden.device)
-        parts = list(get_responses(numbers.float().view(-1, sequence, 1), **batch))
-        self.head, self.token_index = head, [token_index[:, 0].long() for token_index, _ in parts]
+        batch = {name: getattr(call, name) for name in BATCH.split(", ")} | options
+        parts = list(call.original.__globals__["get_responses"](numbers.float().view(-1, sequence, 1), **batch))
+        self.token_index = [token_index[:, 0].long() for token_index, _ in parts]
         self.tokens = [tokens[: len(token_index)] for token_index, tokens in parts]  # an empty response gets all tokens
         labels = torch.full_like(numbers, -100).index_copy(0, torch.cat(self.token_index), torch.cat(self.tokens))
         self.labels = labels.view(-1, sequence)

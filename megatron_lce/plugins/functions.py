@@ -6,16 +6,16 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from importlib.machinery import PathFinder
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
 
 class Function(NamedTuple):
-    """A function as a plugin knows it.
+    """A function of a framework, and the parameters that a plugin relies on.
 
-    As text: "module:function" or "module:Class.method", with the parameters that a plugin relies on in parentheses:
-    "(x, y)" for exactly these in this order, "(x, y, ...)" for these among others.
+    As text: "module:function(x, y)", for exactly these in this order, "module:Class.method(x, ...)", for some of them.
     """
 
     module: str
@@ -24,9 +24,9 @@ class Function(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "Function":
-        name, _, given = text.partition("(")
+        name, _, parameters = text.partition("(")
         module, _, path = name.partition(":")
-        return cls(module, path, tuple(given.rstrip(")").split(", ")) if given else None)
+        return cls(module, path, tuple(parameters.rstrip(")").split(", ")) if parameters else None)
 
     @property
     def name(self) -> str:
@@ -38,45 +38,34 @@ class Function(NamedTuple):
         return functools.reduce(lambda holder, name: getattr(holder, name, None), self.path.split("."), holder)
 
     def check(self, framework: str) -> Any:
-        """Returns the function, or None if its module is not loaded: then the source is read.
+        """Returns the function, or None if its module is not loaded. Its parameters are read in the source.
 
         Raises RuntimeError if it is missing, takes other parameters, or is another package's.
         """
         original = self.loaded()
-        if original is not None and not f"{origin(original)}.".startswith(f"{framework}."):
-            raise RuntimeError(
-                f"megatron_lce replaces {self.name}, but {origin(original)} has already: use one of the two"
-            )
-        if original is None:
-            code = None if self.module in sys.modules else code_of(framework, self.module)
-            parameters = code and parameters_in(code, self.path)
-        else:
-            parameters = parameters_of(original) if self.parameters else ()
-        if parameters is None or not self.fits(parameters):
-            needed = self.path if parameters is None else f"{self.path}({', '.join(self.parameters or ())})"
-            has = "none there" if parameters is None else f"({', '.join(parameters)})"
+        if original is not None and not f"{(owner := origin(original))}.".startswith(f"{framework}."):
+            raise RuntimeError(f"megatron_lce replaces {self.name}, but {owner} has already: use one of the two")
+        is_gone = original is None and self.module in sys.modules
+        found = None if is_gone else parameters_in(code_of(framework, self.module), self.path)
+        if found is None or not self.fits(found):
+            needed = self.path if found is None else f"{self.path}({', '.join(self.parameters or ())})"
+            has = "none there" if found is None else f"({', '.join(found)})"
             raise RuntimeError(f"megatron_lce needs {needed} in {self.module}: {version_of(framework)} has {has}")
         return original
 
-    def fits(self, parameters: tuple[str, ...]) -> bool:
+    def fits(self, found: tuple[str, ...]) -> bool:
         *known, last = self.parameters or ["..."]
-        return {*known} <= {*parameters} if last == "..." else self.parameters == parameters
+        return {*known} <= {*found} if last == "..." else self.parameters == found
 
 
-def parameters_of(function: Any) -> tuple[str, ...]:
-    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return tuple(x.name for x in inspect.signature(function).parameters.values() if x.kind not in variable)
-
-
-def parameters_in(code: CodeType, path: str) -> tuple[str, ...] | None:
-    """As `parameters_of`, of a function in a module's or class's code. None: unknown, (): defined elsewhere."""
+def parameters_in(code: CodeType | None, path: str) -> tuple[str, ...] | None:
+    """Returns the parameters of a function in a module's or class's code. None: not there, (): defined elsewhere."""
     name, _, inside = path.partition(".")
-    codes = [inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name == name]
+    codes = [inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name == name] if code else []
     if not codes:
-        return () if name in code.co_names else None
-    if inside:
-        return parameters_in(codes[-1], inside)
-    return codes[-1].co_varnames[: codes[-1].co_argcount + codes[-1].co_kwonlyargcount]
+        return () if code and name in code.co_names else None
+    names, count = codes[-1].co_varnames, codes[-1].co_argcount + codes[-1].co_kwonlyargcount
+    return parameters_in(codes[-1], inside) if inside else names[:count]
 
 
 def code_of(framework: str, module: str) -> CodeType | None:
@@ -103,3 +92,19 @@ def version_of(framework: str) -> str:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = version or importlib.metadata.version(framework)
     return f"{framework} {version or '(version unknown)'}"
+
+
+def called_with(original: Callable[..., Any], replacement: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Returns a function that hands its calls to `replacement`: arguments by name, `original`, and `run(**changed)`."""
+
+    @functools.wraps(original)
+    def ours(*inputs: Any, **keywords: Any) -> Any:
+        def run(**changed: Any) -> Any:  # `original`, with some arguments changed
+            bound.arguments.update(changed)
+            return original(*bound.args, **bound.kwargs)
+
+        bound = inspect.signature(original).bind(*inputs, **keywords)
+        bound.apply_defaults()
+        return replacement(SimpleNamespace(**bound.arguments, original=original, run=run))
+
+    return ours

@@ -1,50 +1,40 @@
-"""Megatron-RL: logprobs without logits, in fp32.
-
-import megatron_lce.plugins.megatron_rl  # in train_rl.py
-"""
+"""Megatron-RL: logprobs without logits, in fp32."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 import megatron_lce
-from megatron_lce.plugins.patching import Plugin
+from megatron_lce.plugins.patching import installed
 
-heads: list[megatron_lce.CapturedHead] = []  # of the calls of `get_logprobs` that run
+heads: list[Any] = []  # of the calls of `get_logprobs` that run
 
 
-def get_logprobs(original: Any, model: Any, *inputs: Any, **keywords: Any) -> Any:
-    with megatron_lce.capture_lm_head(model) as head:
+def get_logprobs(call: Any) -> Any:
+    with megatron_lce.capture_lm_head(call.model) as head:
         heads.append(head)
         try:
-            return original(model, *inputs, **keywords)
+            return call.run()
         finally:
             heads.pop()
 
 
-def log_softmax(original: Any, logits: Tensor, index: Tensor) -> Tensor:
+def log_softmax(call: Any) -> Any:
     """Megatron's `selective_log_softmax`. A capture's logits have no columns."""
-    if not heads or logits.shape[-1]:
-        return original(logits, index)
-    head, tokens = heads[-1], index.shape[1]
-    assert head.hidden is not None
-    assert head.tp_group is not None
+    if not heads or call.logits.shape[-1]:
+        return call.run()
+    head, tokens = heads[-1], call.index.shape[1]
     sequence = head.hidden.shape[0] * (head.tp_group.size() if head.sequence_parallel else 1)
-    labels = pad(index, (0, sequence - tokens), value=-100)  # without context parallelism the last one is cut off
+    labels = pad(call.index, (0, sequence - tokens), value=-100)  # without context parallelism the last one is cut off
     return head.linear_cross_entropy(labels, entropy=False, skip_ignored=True).logprobs[:, :tokens]
 
 
-def in_fp32(original: Any, **keywords: Any) -> Any:
-    """Megatron's `compute_logprobs_batch`, which expects logprobs in the dtype of the logits."""
-    return original(**keywords | {"dtype": torch.float32})
-
-
 RL = "megatron.rl.rl_utils"
-replacements: dict[str, Any] = {f"{RL}:get_logprobs(model, ...)": get_logprobs}
-replacements[f"{RL}:selective_log_softmax(logits, index)"] = log_softmax
-replacements[f"{RL}:compute_logprobs_batch(model, data_loader, dtype, ...)"] = in_fp32
-plugin = Plugin("megatron.rl", replacements)
-install, uninstall = plugin.install, plugin.uninstall
-install()
+functions = {
+    f"{RL}:get_logprobs(model, ...)": get_logprobs,
+    f"{RL}:selective_log_softmax(logits, index)": log_softmax,
+    # expects logprobs in the dtype of the logits
+    f"{RL}:compute_logprobs_batch(model, data_loader, dtype, ...)": lambda call: call.run(dtype=torch.float32),
+}
+plugin, install, uninstall = installed("megatron.rl", functions)

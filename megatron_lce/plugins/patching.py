@@ -4,26 +4,26 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-from megatron_lce.plugins.functions import Function, origin, version_of
+from megatron_lce.plugins.functions import Function, called_with, origin, version_of
 
 logger = logging.getLogger("megatron_lce.plugins")
+Table = Mapping[str, Callable[[Any], Any] | None]
 
 
 class Plugin:
     """Functions of a framework, and ours that replace them once their modules are loaded.
 
-    `replacements` maps the framework's functions, as `Function` reads them, to ours, which get the framework's function
-    as their first argument. `needs` lists framework functions that ours call, or are called by.
+    `table`: functions as `Function.of` reads them, and ours, which `called_with` calls; None: ours only rely on it.
     """
 
-    def __init__(self, framework: str, replacements: dict[str, Callable[..., Any]], *needs: str) -> None:
+    def __init__(self, framework: str, table: Table) -> None:
         self.framework = framework
-        self.replacements = {Function.of(text): replacement for text, replacement in replacements.items()}
-        self.needs = [Function.of(text) for text in needs]
+        self.functions = {Function.of(text): ours for text, ours in table.items()}
+        self.replacements = {function: ours for function, ours in self.functions.items() if ours}
         self.modules: dict[str, ModuleType | None] = {function.module: None for function in self.replacements}
         self.replaced: dict[Function, tuple[Any, Any]] = {}  # the framework's, ours
         self.lock = threading.RLock()
@@ -35,12 +35,11 @@ class Plugin:
         or something else has replaced it (RuntimeError), nothing is replaced.
         """
         with self.lock:
-            if self in sys.meta_path:
-                return
-            for function in (*self.replacements, *self.needs):
-                function.check(self.framework)
-            self._replace_in(self.modules.keys() & sys.modules.keys())
-            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+            if self not in sys.meta_path:
+                for function in self.functions:
+                    function.check(self.framework)
+                sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+                self._replace_in(self.modules.keys() & sys.modules.keys())
 
     def uninstall(self) -> None:
         """Restores the framework's functions. If something else has replaced ours: RuntimeError, and no change."""
@@ -69,7 +68,7 @@ class Plugin:
     def _load(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         execute(module)
         with self.lock:
-            self._replace_in(self.modules.keys() & {module.__name__} if self in sys.meta_path else ())
+            self._replace_in(self.modules.keys() & {module.__name__})
 
     def _catch_up(self) -> None:
         """Replaces functions of modules that another import hook has loaded without asking this one."""
@@ -77,12 +76,12 @@ class Plugin:
             try:
                 now = {name: sys.modules.get(name) or module for name, module in self.modules.items()}
                 new = {x: module.__spec__ for x, module in now.items() if module and module is not self.modules[x]}
-                loaded = [name for name, spec in new.items() if not getattr(spec, "_initializing", False)]
-                self._replace_in(loaded if self in sys.meta_path else ())
+                self._replace_in([name for name, spec in new.items() if not getattr(spec, "_initializing", False)])
             finally:
                 self.lock.release()
 
     def _replace_in(self, modules: Collection[str]) -> None:
+        modules = modules if self in sys.meta_path else ()  # another thread may have uninstalled it
         self.modules |= {name: sys.modules[name] for name in modules}
         originals = {x: x.check(self.framework) for x in self.replacements if x.module in modules}
         for function, original in originals.items():  # after all checks
@@ -102,9 +101,8 @@ def put(function: Function, old: Any, new: Any) -> None:
             vars(module).update({name: new for name, value in [*vars(module).items()] if value is old})
 
 
-def called_with(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*inputs: Any, **keywords: Any) -> Any:
-        return replacement(original, *inputs, **keywords)
-
-    return call
+def installed(framework: str, table: Table) -> tuple[Plugin, Callable[..., None], Callable[[], None]]:
+    """Installs a plugin. Returns it, and its `install` and `uninstall`."""
+    plugin = Plugin(framework, table)
+    plugin.install()
+    return plugin, plugin.install, plugin.uninstall

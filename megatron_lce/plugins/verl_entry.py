@@ -1,7 +1,4 @@
-"""verl's entry point, which every verl process loads: it switches nothing on by itself.
-
-VERL_USE_EXTERNAL_PLUGINS=megatron_lce  # imports megatron_lce.plugins.verl
-"""
+"""verl's entry point, which all its processes load: `VERL_USE_EXTERNAL_PLUGINS=megatron_lce` imports the plugin."""
 
 import logging
 import os

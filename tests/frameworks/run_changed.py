@@ -40,7 +40,7 @@ def with_other_parameter(function: Any, text: str) -> str:
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     plugin = import_plugin(name)
-    for function in (*plugin.replacements, *plugin.needs):
+    for function in plugin.functions:
         file = folder.joinpath(*function.module.split(".")).with_suffix(".py")
         text = file.read_text()
         for change in (without, with_other_parameter)[: 2 if function.parameters else 1]:

@@ -41,7 +41,7 @@ def main() -> None:
         os.environ["VERL_USE_EXTERNAL_MODULES"] = variable
         with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
             found = pool.starmap(engine_of_worker, [(folder, external_lib)] * 2, chunksize=1)
-        expected = "megatron_lce.plugins.patching" if variable or external_lib else "verl.models.mcore.model_forward"
+        expected = "megatron_lce.plugins.functions" if variable or external_lib else "verl.models.mcore.model_forward"
         assert found == [expected] * 2, found
         print(f"ok      verl's workers, VERL_USE_EXTERNAL_MODULES={variable} external_lib={external_lib}: {found}")
 

@@ -72,7 +72,7 @@ def replaced_in_worker(folder: str, file: str) -> dict[str, str]:
 def main() -> None:
     with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
         found = pool.starmap(replaced_in_worker, [tuple(sys.argv[1:])] * 2, chunksize=1)
-    assert {owner for of_worker in found for owner in of_worker.values()} <= {"megatron_lce.plugins.patching"}, found
+    assert {owner for of_worker in found for owner in of_worker.values()} <= {"megatron_lce.plugins.functions"}, found
     print(f"ok      {sys.argv[2]}: {', '.join(found[0])}")
 
 

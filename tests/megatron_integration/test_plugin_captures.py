@@ -1,13 +1,14 @@
 """`plugins.captured_steps`: functions that call a model themselves get the captured head instead of logits."""
 
-import functools
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_lce.plugins.captured_steps import Responses, captured_if
+from megatron_lce.plugins.functions import called_with
 from tests import megatron_world
 
 
@@ -28,7 +29,7 @@ def test_a_step_gets_the_head_instead_of_logits(ddp, tied, device, tensors, labe
         assert model[0](7) == 7
         return [model[1](*given) for given in (inputs, flipped)]
 
-    run = functools.partial(captured_if(lambda given: given["args"]), two_microbatches)
+    run = called_with(two_microbatches, captured_if(lambda call: call.args))
     outputs = run(True, [without_head, chunk], inputs=tensors)
     for output, expected in zip(outputs, (logits, step(None, [chunk], flipped)), strict=True):
         head = output.lm_head
@@ -47,7 +48,7 @@ def test_a_failing_step_leaves_the_model_as_it_was(untied, tensors):
 
     before = megatron_world.state(untied)
     with pytest.raises(ZeroDivisionError):
-        captured_if(lambda given: True)(failing, untied, tensors)
+        called_with(failing, captured_if(lambda call: True))(untied, tensors)
     assert megatron_world.state(untied) == before
     assert untied(*tensors).shape[-1] > 0
 
@@ -56,7 +57,7 @@ def test_hidden_goes_with_the_output(untied, tensors):
     """Without the collector, which may come some microbatches later."""
     gc.disable()
     try:
-        output = captured_if(lambda given: True)(step, None, [untied], tensors)
+        output = called_with(step, captured_if(lambda call: True))(None, [untied], tensors)
         hidden = weakref.ref(output.lm_head.hidden)
         del output
         assert hidden() is None
@@ -64,7 +65,7 @@ def test_hidden_goes_with_the_output(untied, tensors):
         gc.enable()
 
 
-def get_responses(logits, *, unconcat_tokens, response_lengths):
+def get_responses(logits, *, unconcat_tokens, response_lengths, **rest):
     """As slime's and miles', of sequences one after another."""
     ends = torch.tensor([len(tokens) for tokens in unconcat_tokens]).cumsum(0).tolist()
     for tokens, end, length in zip(unconcat_tokens, ends, response_lengths, strict=True):
@@ -74,8 +75,9 @@ def get_responses(logits, *, unconcat_tokens, response_lengths):
 def test_responses_have_their_logprobs_and_entropy(model, tensors):
     batch = {"unconcat_tokens": list(tensors[0]), "response_lengths": [4, 0, 22]}
     logits = step(None, [model], tensors)
-    head = captured_if(lambda given: True)(step, None, [model], tensors).lm_head
-    found = Responses(head, get_responses, **batch).log_probs_and_entropy(0.7, entropy=True, entropy_grad=False)
+    output = called_with(step, captured_if(lambda call: True))(None, [model], tensors)
+    call = SimpleNamespace(logits=output, args=None, total_lengths=None, original=get_responses, **batch)
+    found = Responses(call).log_probs_and_entropy(0.7, entropy=True, entropy_grad=False)
     for sample, (rows, tokens) in enumerate(get_responses(logits / 0.7, **batch)):
         logprobs = rows.log_softmax(-1)
         expected = logprobs.gather(-1, tokens[: len(rows), None])[:, 0]
