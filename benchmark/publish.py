@@ -166,9 +166,11 @@ def which_option() -> str:
 
 
 def heads(document: dict) -> str:
-    columns: dict[str, Column] = {}
-    for shape, mode in itertools.product(("S1", "S3"), ("rl", "sft")):
-        columns[f"{shape}, {mode.upper()}"] = ({"shape": shape, "mode": mode}, head_both)
+    """Of one GPU, with those of two."""
+    document, columns = {"times": document["times"] + result("heads_tp")["times"]}, {}
+    shapes = {"TP=1": "S1", "TP=2": "16384x4096x151936 TP=2"}
+    for (title, shape), mode in itertools.product(shapes.items(), ("rl", "sft")):
+        columns[f"{title}, {mode.upper()}"] = ({"shape": shape, "mode": mode}, head_both)
     return table(document, "ms, GiB", "times", "provider", HEADS, columns)
 
 

@@ -9,8 +9,10 @@ from benchmark import pictures, publish, results
 
 def test_a_step_that_had_no_room_is_told():
     """All committed ones had."""
-    records = [{"provider": "ours", "mode": mode, "shape": "S1", "status": "out of memory"} for mode in ("rl", "sft")]
-    assert "| megatron-lce | out of memory | out of memory | -" in publish.heads({"times": records})
+    records = [
+        {"provider": "compile", "mode": mode, "shape": "S1", "status": "out of memory"} for mode in ("rl", "sft")
+    ]
+    assert "| torch.compile | out of memory | out of memory | -" in publish.heads({"times": records})
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)

@@ -211,10 +211,11 @@ def test_sentences_beside_the_tables_hold():
         if name == "ours-known-skip":
             assert (time_ms < 0.85 * masked[tp, tokens, "te"]) == ((tp, tokens) != (4, 8192))
     heads = publish.result("heads")
-    ratios = {name: [x["over_products"] for x in measured(heads, "times", provider=name)] for name in publish.HEADS}
+    times = [x for name in ("heads", "heads_tp") for x in measured(publish.result(name), "times")]
+    ratios = {name: [x["over_products"] for x in times if x["provider"] == name] for name in publish.HEADS}
     assert all(1.33 <= round(ratio, 2) <= 1.44 for ratio in ratios["ours"])
     others = [ratio for name in publish.HEADS if name.startswith("ours-") for ratio in ratios[name]]
-    assert (round(min(others), 2), round(max(others), 2)) == (1.01, 1.11)
+    assert (round(min(others), 2), round(max(others), 2)) == (1.01, 1.13)
     errors = {x["provider"]: x["logprobs_max_error"] for x in heads["errors"] if x["mode"] == "rl"}
     assert 700 <= errors["compile"] / errors["ours"] <= 1500  # a thousand times
     baseline, *others = publish.result("training")["training"]
