@@ -1,10 +1,12 @@
-"""Megatron-Bridge's forward step with the plugin and a model that its provider's hook enabled, against it without.
+"""Megatron-Bridge's forward step with the plugin and a model that a hook enabled, against it without.
 
     torchrun --nproc-per-node 2 tests/frameworks/run.py bridge_training FOLDER      # of megatron/bridge
 
-Stand-ins: the state, the batch, process groups, and what counts FLOPs.
+The hook is that of a model provider, and that of a configuration from `get_model_config()`, which Megatron-LM's builder
+calls. Stand-ins: the model that the builder makes, the state, the batch, process groups, and what counts FLOPs.
 """
 
+import typing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -33,14 +35,25 @@ def program(folder: Path) -> None:
     training = module_with(file, "megatron.bridge.training.gpt_step", "_forward_step_common", **known)
     from megatron_lce.plugins import bridge
 
-    def with_hook(model: nn.Module) -> dict[str, Tensor]:
+    with mock.patch.object(typing, "override", lambda method: method, create=True):  # which Python 3.11 lacks
+        from megatron.training.models import gpt
+
+    def with_provider(model: nn.Module) -> dict[str, Tensor]:
         models = provider(folder)
         models.register_post_wrap_hook(bridge.enable)
         (model,) = models.post_wrap_hook([model])
+        return losses(model)
+
+    def with_configuration(model: nn.Module) -> dict[str, Tensor]:
+        models = gpt.GPTModelConfig(transformer=model.config)
+        models.post_wrap_hooks.append(bridge.enable)
+        with mock.patch.object(gpt, "unimodal_build_distributed_models", return_value=[model]):
+            (model,) = gpt.GPTModelBuilder(models).build_distributed_models(mock.MagicMock())
         return losses(model)
 
     def losses(model: nn.Module) -> dict[str, Tensor]:
         return loss_of(*training._forward_step_common(state, None, model))
 
     for case in cases():
-        compare_with_plugin(f"Megatron-Bridge's training, {case.name}", case, bridge, with_hook, losses)
+        for name, way in (("provider", with_provider), ("configuration", with_configuration)):
+            compare_with_plugin(f"Megatron-Bridge's training, {name}, {case.name}", case, bridge, way, losses)

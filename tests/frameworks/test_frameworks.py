@@ -65,6 +65,7 @@ PROGRAMS = [  # run_NAME.py, and its folders; behind a space: a file of it that 
     *((name, folder) for name in ("verl", "verl_engine") for folder in VERL),
 ]
 VERSIONS = {  # of Megatron-core, where that is not the installed one alone
+    "bridge_training": (NEWEST,),
     "megatron_rl": ("MEGATRON_LM",),
     "pretrain": ("MEGATRON_LM",),
     "skyrl": (NEWEST,),
