@@ -34,7 +34,7 @@ STEPS = {
     "native": "Megatron",
     "native-fused": "Megatron, fused cross-entropy",
     "te": "Megatron, TransformerEngine's cross-entropy",
-    "te-overwrite": "Megatron, TransformerEngine's cross-entropy, `overwrite_input=True`",
+    "te-overwrite": "Megatron, TransformerEngine's cross-entropy, patched to `overwrite_input=True`",
     "ours": "megatron-lce",
     "ours-known": "megatron-lce, `known_loss=True`",
     "ours-cached": "megatron-lce, all logits cached",
