@@ -99,12 +99,12 @@ def called_with(original: Callable[..., Any], replacement: Callable[[Any], Any])
 
     @functools.wraps(original)
     def ours(*inputs: Any, **keywords: Any) -> Any:
-        def run(**changed: Any) -> Any:  # `original`, with some arguments changed
-            bound.arguments.update(changed)
-            return original(*bound.args, **bound.kwargs)
+        def run(**changed: Any) -> Any:  # `original`, with some arguments changed, without a cycle
+            given = inspect.BoundArguments(bound.signature, bound.arguments | changed)
+            return original(*given.args, **given.kwargs)
 
         bound = inspect.signature(original).bind(*inputs, **keywords)
         bound.apply_defaults()
-        return replacement(SimpleNamespace(**bound.arguments, original=original, run=run))
+        return replacement(SimpleNamespace(**bound.arguments | {"original": original, "run": run}))
 
     return ours
