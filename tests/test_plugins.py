@@ -236,6 +236,25 @@ def test_a_module_that_loads_without_a_method_is_left_alone(tmp_path, monkeypatc
     plugin.uninstall()
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_decorator_that_hides_parameters_raises(loaded, tmp_path, monkeypatch):
+    """Its calls could not be handed over by name."""
+    (tmp_path / "hiding").mkdir()
+    (tmp_path / "hiding/model.py").write_text(
+        "def decorate(function):\n    return lambda *inputs: function(*inputs)\n\n@decorate\ndef first(x, y): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    forget("hiding")
+    plugin = Plugin("hiding", {"hiding.model:first(y, ...)": print})
+    load = functools.partial(importlib.import_module, "hiding.model")
+    first, second = (load, plugin.install) if loaded else (plugin.install, load)
+    first()
+    with pytest.raises(RuntimeError, match=r"needs first\(y, \.\.\.\) in hiding.model: hiding .* has \(\)"):
+        second()
+    assert not plugin.replaced
+    plugin.uninstall()
+
+
 def test_code_outside_of_the_framework_that_took_a_function_by_name(make):
     """As recipes and external files do. It gets ours, whenever it took it, and the framework's again."""
     make("slime")

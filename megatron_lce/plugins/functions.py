@@ -34,19 +34,19 @@ class Function(NamedTuple):
 
     def loaded(self) -> Any:
         """Returns the function, or None if it is missing or its module is not loaded."""
-        holder = sys.modules.get(self.module)
-        return functools.reduce(lambda holder, name: getattr(holder, name, None), self.path.split("."), holder)
+        return functools.reduce(lambda x, y: getattr(x, y, None), self.path.split("."), sys.modules.get(self.module))
 
     def check(self, framework: str) -> Any:
         """Returns the function, or None if its module is not loaded. Its parameters are read in the source.
 
-        Raises RuntimeError if it is missing, takes other parameters, or is another package's.
+        Raises RuntimeError if it is missing, takes other parameters, as a decorator may, or is another package's.
         """
         original = self.loaded()
         if original is not None and not f"{(owner := origin(original))}.".startswith(f"{framework}."):
             raise RuntimeError(f"megatron_lce replaces {self.name}, but {owner} has already: use one of the two")
         is_gone = original is None and self.module in sys.modules
         found = None if is_gone else parameters_in(code_of(framework, self.module), self.path)
+        found = found and tuple(x for x in found if not original or x in inspect.signature(original).parameters)
         if found is None or not self.fits(found):
             needed = self.path if found is None else f"{self.path}({', '.join(self.parameters or ())})"
             has = "none there" if found is None else f"({', '.join(found)})"
