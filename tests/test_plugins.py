@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+import zipfile
 from importlib.machinery import PathFinder
 from types import ModuleType
 
@@ -253,6 +254,23 @@ def test_a_decorator_that_hides_parameters_raises(loaded, tmp_path, monkeypatch)
         second()
     assert not plugin.replaced
     plugin.uninstall()
+
+
+def test_modules_of_a_zip(tmp_path, monkeypatch):
+    """They share one loader."""
+    with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as file:
+        for name in ("__init__", "first", "second"):
+            file.writestr(f"zipped/{name}.py", "def function(x): ...\n")
+    monkeypatch.syspath_prepend(tmp_path / "zipped.zip")
+    targets = ["zipped.first:function", "zipped.second:function"]
+    plugin = Plugin("zipped", {f"{target}(x)": print for target in targets})
+    for _ in range(2):
+        plugin.install()
+        assert all(map(is_ours, map(get, targets)))
+        assert not any(is_ours(get(target).__wrapped__) for target in targets)
+        plugin.uninstall()
+        assert not any(map(is_ours, map(get, targets)))
+        forget("zipped")
 
 
 def test_code_outside_of_the_framework_that_took_a_function_by_name(make):

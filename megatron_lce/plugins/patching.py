@@ -83,7 +83,9 @@ class Plugin:
     def _replace_in(self, modules: Collection[str]) -> None:
         modules = modules if self in sys.meta_path else ()  # another thread may have uninstalled it
         self.modules |= {name: sys.modules[name] for name in modules}
-        originals = {x: x.check(self.framework) for x in self.replacements if x.module in modules}
+        ours = [replacement for _, replacement in self.replaced.values()]  # a loader that modules share comes twice
+        new = [x for x in self.replacements if x.module in modules and x.loaded() not in ours]
+        originals = {x: x.check(self.framework) for x in new}
         for function, original in originals.items():  # after all checks
             self.replaced[function] = original, called_with(original, self.replacements[function])
             put(function, *self.replaced[function])
