@@ -273,6 +273,22 @@ def test_modules_of_a_zip(tmp_path, monkeypatch):
         forget("zipped")
 
 
+def test_a_lazy_module_that_imports_when_it_is_looked_at(make):
+    class Lazy:
+        @property
+        def __class__(self):
+            sys.modules["imported_by_lazy"] = ModuleType("imported_by_lazy")
+            return ModuleType
+
+    make("slime")
+    importlib.import_module("slime.backends.megatron_utils.model")
+    sys.modules["lazy"] = Lazy()
+    try:
+        assert import_plugin("slime").plugin.replaced
+    finally:
+        del sys.modules["lazy"], sys.modules["imported_by_lazy"]
+
+
 def test_code_outside_of_the_framework_that_took_a_function_by_name(make):
     """As recipes and external files do. It gets ours, whenever it took it, and the framework's again."""
     make("slime")

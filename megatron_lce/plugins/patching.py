@@ -99,7 +99,7 @@ def put(function: Function, old: Any, new: Any) -> None:
     *parents, name = function.path.split(".")
     setattr(functools.reduce(getattr, parents, sys.modules[function.module]), name, new)
     if function.module in (origin(old), origin(new)):
-        for module in [module for module in sys.modules.values() if isinstance(module, ModuleType)]:
+        for module in [module for module in [*sys.modules.values()] if isinstance(module, ModuleType)]:
             vars(module).update({name: new for name, value in [*vars(module).items()] if value is old})
 
 
