@@ -176,7 +176,8 @@ def backward_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> in
 
     One block with many slabs accumulates the hidden gradient, 4 N H bytes. Several blocks, each with all columns,
     accumulate the weight gradient, 4 V H bytes. The smaller sum also causes less traffic, if blocks have `WIDE_BLOCK`
-    tokens. The sum of the weight gradient is part of the workspace only if blocks stay that wide.
+    tokens. The sum of the weight gradient is part of the workspace only if blocks stay that wide. Otherwise, and if the
+    shard has as many columns as there are tokens, all tokens are one block.
     """
     slab_bytes, num_columns = size.slab_bytes, size.max_columns
     row_bytes = slab_bytes.per_token + round_up(num_columns, COLUMN_STEP) * slab_bytes.per_logit

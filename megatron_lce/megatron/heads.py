@@ -1,5 +1,7 @@
 """What an output layer and a model's loss make of `hidden @ weight.T`, and why some are left to Megatron.
 
+`reasons.py` calls these functions for the flag and for a capture.
+
 `loss.py` computes the loss of a head that FSDP, torch's or Megatron's, frees inside the head's call.
 """
 

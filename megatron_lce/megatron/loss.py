@@ -1,4 +1,7 @@
-"""The fused loss of an enabled model: what runs in place of the head's forward and the model's loss."""
+"""The fused loss of an enabled model: what runs in place of the head's forward and the model's loss.
+
+Its formula is in `logits.py`.
+"""
 
 from __future__ import annotations
 

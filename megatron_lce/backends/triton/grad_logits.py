@@ -146,7 +146,10 @@ def _grad_logits_kernel(
     BLOCK_H: tl.constexpr,
     GROUP_N: tl.constexpr,
 ):
-    """Write p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, times a softcap's slope."""
+    """Write p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, times a softcap's slope.
+
+    The terms hold the constant factors of the slope.
+    """
     hidden_desc = device_descriptor(hidden_desc, N, padded_h(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
     weight_desc = device_descriptor(weight_desc, C, padded_h(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
     out_desc = device_descriptor(out_desc, N, C, BLOCK_N, BLOCK_V // 2)

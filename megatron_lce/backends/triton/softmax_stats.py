@@ -195,7 +195,7 @@ def _softmax_stats_kernel(
     weight_desc,  # [V, H]
     weight_pow2,  # [V] fp32
     row_scale_ptr,  # [N] fp32
-    stats_ptr,  # [chunks, K, N] fp32 out; row 1, the label logit, is -inf
+    stats_ptr,  # [chunks, K, N] fp32 out, rows as in packed.py; row 1, the label logit, is -inf
     exp_desc,  # [N, V] out; None: no cache
     shift_ptr,  # [chunks, N] fp32 out, rows shift_stride apart; None: no cache
     N,
@@ -204,7 +204,7 @@ def _softmax_stats_kernel(
     first_column,
     vocab_start,
     shift_stride,
-    softcap_scale,
+    softcap_scale,  # as SOFTCAP to BLOCK_H from `shared_arguments`
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,  # of the logits
     TELEMETRY: tl.constexpr,  # all of it, the mean included
