@@ -204,7 +204,7 @@ def _softmax_stats_kernel(
     first_column,
     vocab_start,
     shift_stride,
-    softcap_scale,  # as SOFTCAP to BLOCK_H from `shared_arguments`
+    softcap_scale,  # with SOFTCAP, HIDDEN_PARTS, ROUND, BLOCK_N and BLOCK_H from `shared_arguments`
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,  # of the logits
     TELEMETRY: tl.constexpr,  # all of it, the mean included
