@@ -17,6 +17,7 @@ TIMES_EAGER_FP32 = 4.0
 TIMES_EAGER_16_BIT = 2.0
 
 _EPS_FP32 = torch.finfo(torch.float32).eps
+LEAST_NORM = 1e-100  # of what an error is relative to: less than any number of fp32, and dividing by it is finite
 
 
 class Upstream(NamedTuple):
@@ -221,7 +222,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
         return float("inf")
     valid = ~expected.isnan()
     difference = float((actual.double() - expected.double())[valid].norm())
-    return difference / max(float(expected[valid].double().norm()), 1e-300) if difference else 0.0
+    return difference / max(float(expected[valid].double().norm()), LEAST_NORM) if difference else 0.0
 
 
 def eager_linear_cross_entropy(

@@ -14,6 +14,7 @@ from megatron_lce.core.divergence_types import KINDS
 from tests.cases import BF16, FP32, SOMEWHERE, Case, Share
 from tests.checks import oracle_options
 from tests.jsd_oracle import divergences_of_products, log_probabilities, logits_of_products
+from tests.oracle import LEAST_NORM
 
 FP16 = torch.float16
 LAYOUTS = ("strided", "shifted", "sliced", "transposed")
@@ -164,7 +165,7 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
         error += own_eps * (few or (name == "grad_hidden" and share.ranks.number > 1))
         largest_row = float(other.norm(dim=-1).max()) if other.numel() else 0.0
         error = error * size * largest_row + step / 2 * (num_logits**0.5 * largest_row + exact.numel() ** 0.5)
-        floors[name] = error / max(float(exact[~exact.isnan()].norm()), 1e-300)
+        floors[name] = error / max(float(exact[~exact.isnan()].norm()), LEAST_NORM)
     if keywords.get("softcap"):
         names = ("logprobs", "lse", "max_logit", "min_logit", "candidate_logprobs")
         floors |= dict.fromkeys(names, of_products[0]) | {"entropy": of_products[0] * (1 + spread)}

@@ -28,6 +28,19 @@ def test_program(program, ranks, options):
     assert ", 0 failed" in printed, printed[-6000:]
 
 
+GRADIENT_OF_ZERO = """torch: Case(
+    operation="linear_jsd", shape=(12,), hidden_size=1, shards=(127,), vocab_size=1, teacher_size=1,
+    logit_std=300.0, upstream=("logprobs",), seed=0, members=(0,), bits=True,
+    keywords={"temperature": 0.3, "ignore_index": -100, "workspace_bytes": 2**29, "beta": 0,
+              "student_logits_scale": -1.5, "kinds": ("forward_kl", "reverse_kl", "tv")})"""
+
+
+@pytest.mark.torchrun
+def test_fuzz_allows_an_error_of_a_gradient_of_zero():
+    printed = run_ranks(1, str(FOLDER / "run_fuzz.py"), "--device", "cpu", "--repeat", GRADIENT_OF_ZERO, timeout=120)
+    assert "right" in printed, printed[-6000:]
+
+
 @pytest.mark.torchrun
 def test_program_as_the_readme_starts_it():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
