@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import pictures
-from benchmark.results import extra_gib, grouped, load, measured, products_ms
+from benchmark.results import extra_gib, grouped, limits_ms, load, measured, products_ms
 from benchmark.shapes import NAMED_SHAPES
 from megatron_lce.command.estimate import estimate_table, verdict
 from megatron_lce.command.head_memory import FUSED, KNOWN_LOSS, OURS, TE, HeadStep
@@ -30,15 +30,14 @@ Titles = dict[Any, str]  # by the value of a record's field
 Cell = Callable[[dict], str]
 Column = tuple[dict[str, Any], Cell]  # the fields of the records in it, and their text
 
-STEPS = {
+STEPS = {  # `te-overwrite` is a patch that nobody can switch on
     "native": "Megatron",
     "native-fused": "Megatron, fused cross-entropy",
     "te": "Megatron, TransformerEngine's cross-entropy",
-    "te-overwrite": "Megatron, TransformerEngine's cross-entropy, patched to `overwrite_input=True`",
     "ours": "megatron-lce",
     "ours-known": "megatron-lce, `known_loss=True`",
     "ours-cached": "megatron-lce, all logits cached",
-    "ours-skip": "megatron-lce, masked tokens skipped",
+    "ours-skip": "megatron-lce, `skip_masked=True`",
     "ours-known-skip": "megatron-lce, `known_loss=True, skip_masked=True`",
 }
 HEADS = {
@@ -90,12 +89,12 @@ def if_measured(cell: Cell) -> Cell:
 
 @if_measured
 def step_ms(record: dict) -> str:
-    return f"{record['time_ms']:.1f} ms"
+    return f"{record['time_ms']:.1f}"
 
 
 @if_measured
 def step_gib(record: dict) -> str:
-    return f"{record['peak_mib'] / 1024:.1f} GiB"
+    return f"{record['peak_mib'] / 1024:.1f}"
 
 
 @if_measured
@@ -120,12 +119,12 @@ def of_sizes(document: dict, section: str) -> list[int]:
 
 def first_step(document: dict) -> str:
     """The README's: time and memory at 16,384 tokens, and the same with 60 % of them masked."""
-    names = ("native", "native-fused", "te", "ours", "ours-known", "ours-known-skip")
+    names = ("native-fused", "te", "ours", "ours-known", "ours-skip", "ours-known-skip")
     tp = of_sizes(document, "steps")[-1]
     columns: dict[str, Column] = {}
     for masked, suffix in ((0.0, ""), (0.6, ", 60 % masked")):
         fields = {"tp": tp, "tokens": 16384, "masked": masked}
-        columns |= {f"time{suffix}": (fields, step_ms), f"transient memory{suffix}": (fields, step_gib)}
+        columns |= {f"ms{suffix}": (fields, step_ms), f"transient GiB{suffix}": (fields, step_gib)}
     titles = {x: STEPS[x] for x in names} | {"te": f"{STEPS['te']} \\*"}
     return table(document, f"training step, TP={tp}", "steps", "variant", titles, columns)
 
@@ -135,8 +134,7 @@ def steps(document: dict) -> str:
     document, columns = {"steps": document["steps"] + result("steps_tp")["steps"]}, {}
     for tp, (masked, suffix) in itertools.product(of_sizes(document, "steps"), ((0.0, ""), (0.6, ", 60 % masked"))):
         columns[f"TP={tp}{suffix}"] = ({"tp": tp, "tokens": 16384, "masked": masked}, step_both)
-    titles = {name: title for name, title in STEPS.items() if name != "ours-skip"}  # as `ours` with fewer tokens
-    return table(document, "training step: ms, GiB", "steps", "variant", titles, columns)
+    return table(document, "training step: ms, GiB", "steps", "variant", STEPS, columns)
 
 
 def policy(document: dict, sizes: slice = slice(None)) -> str:
@@ -166,12 +164,14 @@ def which_option() -> str:
 
 
 def heads(document: dict) -> str:
-    """Of one GPU, with those of two."""
-    document, columns = {"times": document["times"] + result("heads_tp")["times"]}, {}
-    shapes = {"TP=1": "S1", "TP=2": "16384x4096x151936 TP=2"}
-    for (title, shape), mode in itertools.product(shapes.items(), ("rl", "sft")):
+    """Of one GPU, with those of four; in front the sum of their three products."""
+    shapes = {"TP=1": (document, "S1"), "TP=4": (result("heads_tp"), "16384x4096x151936 TP=4")}
+    both, columns, products = {"times": [x for of, _ in shapes.values() for x in of["times"]]}, {}, []
+    for (title, (of, shape)), mode in itertools.product(shapes.items(), ("rl", "sft")):
         columns[f"{title}, {mode.upper()}"] = ({"shape": shape, "mode": mode}, head_both)
-    return table(document, "ms, GiB", "times", "provider", HEADS, columns)
+        products += [f"{ms:.1f}" for ms in limits_ms(of, {"shape": shape})[:1]] or ["-"]
+    header, rule, *rows = table(both, "ms, GiB", "times", "provider", HEADS, columns).splitlines(keepends=True)
+    return "".join([header, rule, f"| the three matmuls, cuBLAS | {' | '.join(products)} |\n", *rows])
 
 
 def errors(document: dict) -> str:
