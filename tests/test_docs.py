@@ -218,10 +218,17 @@ def test_sentences_beside_the_tables_hold():
     at_tp4 = [x for x in times if x["shape"] == "16384x4096x151936 TP=4"]
     at_tp4 = {(x["provider"], x["mode"]): x["time_ms"] for x in at_tp4}
     assert [round(at_tp4["ours", mode]) for mode in ("sft", "rl")] == [33, 34]
-    # The gain over the fused cross-entropy in 36 layers, whose time is what a step of four takes beside its head.
+    # Gains over the fused cross-entropy and verl in 36 layers, whose time is what a step of four takes beside its head.
     layer = (steps[4, "ours-known"]["time_ms"] - at_tp4["ours-known-640", "sft"]) / 4
     fused, skipping = (masked[4, 16384, name] for name in ("native-fused", "ours-known-skip"))
     assert round(100 * (fused - skipping) / (fused + 32 * layer), 1) == 3.5
+    update = {
+        x["provider"]: x["time_ms"]
+        for x in publish.result("policy")["policy"]
+        if (x["tp"], x["entropy_coeff"]) == (4, 0)
+    }
+    assert round(100 * (update["verl"] - update["ours-skip"]) / (update["verl"] + 36 * layer)) == 4
+    assert (round(steps[4, "native"]["time_ms"]), round(steps[4, "native"]["peak_mib"] / 1024, 1)) == (89, 5.6)
     at_8k = [masked[4, 8192, name] for name in ("te", "ours-known", "ours-skip", "ours-known-skip")]
     assert {round(ms) for ms in at_8k} == {41, 42}
     others = [ratio for name in publish.HEADS if name.startswith("ours-") for ratio in ratios[name]]
@@ -237,6 +244,10 @@ def test_sentences_beside_the_tables_hold():
     assert median == [0.0002, 0.0002, 0.0001]
     assert (max(most[:2]), most[2]) == (0.026, 0.006)
     assert held_out == [0.0001, 0.0001, 0.0002]
+    of_layers = publish.result("transformer_engine_h200")["comparisons"]
+    assert not any(x["failed"] for x in of_layers)
+    for name, worst in (("over_megatrons", 1.2), ("known_over_megatrons", 1.4)):
+        assert round(max(x.get(name, 0) for x in of_layers), 1) == worst
     of_jsd = publish.result("jsd")["jsd"]
     for beta in (0.5, 0.0, 1.0):
         ours, theirs = (
