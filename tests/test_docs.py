@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from benchmark import publish
 from benchmark.results import extra_gib, measured
 from megatron_lce import __main__ as commands
 from megatron_lce.command.estimate import estimate_table, verdict
-from megatron_lce.command.head_memory import KNOWN_LOSS, TE, HeadStep
+from megatron_lce.command.head_memory import HEADS, KNOWN_LOSS, OURS, TE, HeadStep
 from scripts import megatron_runtime
 from tests import megatron_world
 
@@ -278,6 +279,12 @@ def test_estimate_recommends_what_the_readme_says(tokens, tp):
     assert "known_loss=True, 60% masked and skipped" in verdict(rows).partition("Recommended: ")[2]
     peaks = {row["head"]: row["peak_mib"] for row in rows}
     assert (peaks[KNOWN_LOSS] > peaks[TE]) == (tp == 8 and tokens == 8192)
+    cache = 3 * tokens * 151936 // tp  # holds all logits
+    cached = HeadStep(tokens, 4096, 151936 // tp, tp, ignored=0.6, logits_cache_bytes=cache, **options)
+    assert HEADS[OURS](cached).matmuls == 3
+    # If masked tokens are skipped, the peaks of both options follow the rule of options.md for the unmasked ones.
+    skipped, known = (HEADS[head](replace(cached, skip_ignored=True)).peak_bytes for head in (OURS, KNOWN_LOSS))
+    assert skipped < known
 
 
 def test_the_citation_has_the_version():
