@@ -30,7 +30,7 @@ Titles = dict[Any, str]  # by the value of a record's field
 Cell = Callable[[dict], str]
 Column = tuple[dict[str, Any], Cell]  # the fields of the records in it, and their text
 
-STEPS = {  # `te-overwrite` is a patch that nobody can switch on
+STEPS = {  # without `te-overwrite`, which needs a patched Megatron
     "native": "Megatron",
     "native-fused": "Megatron, fused cross-entropy",
     "te": "Megatron, TransformerEngine's cross-entropy",
