@@ -215,10 +215,10 @@ def test_sentences_beside_the_tables_hold():
             assert (time_ms < 0.85 * masked[tp, tokens, "te"]) == ((tp, tokens) != (4, 8192))
     times = [x for name in ("heads", "heads_tp") for x in measured(publish.result(name), "times")]
     ratios = {name: [x["over_products"] for x in times if x["provider"] == name] for name in publish.HEADS}
-    assert (round(min(ratios["ours"]), 2), round(max(ratios["ours"]), 2)) == (1.33, 1.52)
+    assert (round(min(ratios["ours"]), 2), round(max(ratios["ours"]), 2)) == (1.33, 1.46)
     at_tp4 = [x for x in times if x["shape"] == "16384x4096x151936 TP=4"]
     at_tp4 = {(x["provider"], x["mode"]): x["time_ms"] for x in at_tp4}
-    assert [round(at_tp4["ours", mode]) for mode in ("sft", "rl")] == [33, 34]
+    assert [round(at_tp4["ours", mode]) for mode in ("sft", "rl")] == [32, 32]
     # Gains over the fused cross-entropy and verl in 36 layers, whose time is what a step of four takes beside its head.
     layer = (steps[4, "ours-known"]["time_ms"] - at_tp4["ours-known-640", "sft"]) / 4
     fused, skipping = (masked[4, 16384, name] for name in ("native-fused", "ours-known-skip"))
@@ -230,10 +230,10 @@ def test_sentences_beside_the_tables_hold():
     }
     assert round(100 * (update["verl"] - update["ours-skip"]) / (update["verl"] + 36 * layer)) == 4
     assert (round(steps[4, "native"]["time_ms"]), round(steps[4, "native"]["peak_mib"] / 1024, 1)) == (89, 5.6)
-    at_8k = [masked[4, 8192, name] for name in ("te", "ours-known", "ours-skip", "ours-known-skip")]
-    assert {round(ms) for ms in at_8k} == {41, 42}
+    te, *at_8k = (round(masked[4, 8192, name]) for name in ("te", "ours-known", "ours-skip", "ours-known-skip"))
+    assert (te, min(at_8k), max(at_8k)) == (42, 43, 48)
     others = [ratio for name in publish.HEADS if name.startswith("ours-") for ratio in ratios[name]]
-    assert (round(min(others), 2), round(max(others), 2)) == (0.99, 1.15)
+    assert (round(min(others), 2), round(max(others), 2)) == (0.99, 1.11)
     baseline, *others = publish.result("training")["training"]
     assert [x["run"] for x in others] == ["flag", "known", "native-again"]
     median, most, held_out = [], [], []
