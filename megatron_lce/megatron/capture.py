@@ -155,19 +155,14 @@ class capture_lm_head(contextlib.AbstractContextManager[CapturedHead, None]):
             raise ValueError(f"the LM head cannot be captured: {'; '.join(reasons)}")
         _capturable.add(output_layer)
         head = CapturingHead(language_model, self._captures_mtp)
-        self._open.append(head)
         head.open()
+        self._open.append(head)
         return head.captured
 
     def __exit__(self, *raised: Any) -> None:
         if (head := self._open[-1]) is not None:
             head.close()
         self._open.pop()
-
-    def __del__(self) -> None:  # an interrupt may come after `__enter__` and before `__exit__`
-        for head in reversed(vars(self).get("_open", ())):
-            if head is not None:
-                head.close()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a capture has no {name} before it is opened: `with capture_lm_head(model) as head:`")

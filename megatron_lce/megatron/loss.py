@@ -19,7 +19,7 @@ from megatron_lce.megatron.head_call import HeadCall, tensor_version
 from megatron_lce.megatron.heads import freed_reasons, is_freed, weight_reasons
 from megatron_lce.megatron.logits import UncomputedLogits
 from megatron_lce.megatron.reasons import warn_on_one_rank
-from megatron_lce.megatron.replace import ReplacedHead, remove_hook
+from megatron_lce.megatron.replace import ReplacedHead
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -99,9 +99,7 @@ class FusedLoss(ReplacedHead):
         logits = UncomputedLogits(logits.call, loss=loss)
 
         def take_loss(head: nn.Module, _: Any, output: tuple[Tensor, Tensor]) -> None:
-            remove_hook(head, take_loss)
-            if output[0] is not logits:  # an interrupt came before this hook
-                return
+            handle.remove()
             if output[1].dtype != loss.dtype:
                 raise RuntimeError(
                     "the output_layer's MixedPrecisionPolicy must have an output_dtype of None or torch.float32, got "
@@ -110,7 +108,7 @@ class FusedLoss(ReplacedHead):
             logits.loss = output[1]
 
         if self.head._forward_hooks:  # else the call would run none; this one comes last
-            self.head.register_forward_hook(take_loss)
+            handle = self.head.register_forward_hook(take_loss)
         return logits, loss
 
     def _why_replaced(self) -> str | None:

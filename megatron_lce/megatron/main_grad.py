@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from megatron_lce.megatron.gtp import is_gtp_sharded
 
@@ -46,41 +44,28 @@ def _mark_if_alone(zeros: Tensor, weight: Tensor) -> None:
     """Set `grad_added_to_main_grad` around DDP's hook in this backward pass, if `zeros` are the whole gradient.
 
     Called in backward, before the weight gradient is accumulated. A node's hooks run in the order of registration,
-    and DDP registered its hook when it wrapped the model. If this pass is interrupted, the hooks run in the next one:
-    they change nothing there, because its gradient is another tensor, and remove themselves.
+    and DDP registered its hook when it wrapped the model. Ours must not hold the node: it holds them.
     """
 
     def before(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        _remove(before, _node_of(weight).register_prehook)
+        handle.remove()
         if gradients[0] is not zeros or weight.grad is not None:
             return None
         unwritten = torch.empty_like(weight)  # DDP drops it
         memory = unwritten.untyped_storage()  # holding the tensor itself would make autograd copy it
 
         def after(*_: Any) -> None:
-            _remove(after, _node_of(weight).register_hook)
+            handle_after.remove()
             weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             grad = weight.grad
             if grad is not None and grad.untyped_storage().data_ptr() == memory.data_ptr():
                 grad.zero_()  # no hook dropped or replaced it
 
-        _node_of(weight).register_hook(after)
+        handle_after = torch.autograd.graph.get_gradient_edge(weight).node.register_hook(after)
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return (unwritten,)
 
-    _node_of(weight).register_prehook(before)
-
-
-def _node_of(weight: Tensor) -> torch.autograd.graph.Node:
-    """Return the node that accumulates the gradient. Hooks must not hold it: it holds them."""
-    return torch.autograd.graph.get_gradient_edge(weight).node
-
-
-def _remove(hook: Callable, register: Callable[[Callable], RemovableHandle]) -> None:
-    """Remove a hook from a node without its handle, which an interrupted registration does not return."""
-    hooks: Any = register(hook).hooks_dict_ref()  # once more, for the dictionary that holds it
-    for key in [key for key, other in hooks.items() if other is hook]:
-        del hooks[key]
+    handle = torch.autograd.graph.get_gradient_edge(weight).node.register_prehook(before)
 
 
 def main_grad_sink(weight: Tensor, head: ColumnParallelLinear) -> MainGradSink | None:

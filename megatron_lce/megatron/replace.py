@@ -10,6 +10,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_lce.megatron.heads import is_hook_of_fsdp
 from megatron_lce.megatron.logits import UncomputedLogits
@@ -41,25 +42,23 @@ class ReplacedHead:
         self.mtp_losses_left = 0  # in this pass; they precede the main loss
         self.in_pass = False  # whether the model's forward runs
         self.is_open = False
+        self._handles: list[RemovableHandle] = []  # of the model's hooks
         self._modules = dict(zip(_METHODS, (self.head, language_model), strict=True))
         self._originals = {name: vars(module).get(name) for name, module in self._modules.items()}  # None: the class's
 
     def open(self) -> None:
-        """Put both methods in place. If anything interrupts it, nothing stays behind."""
-        _refuse_shallow_copies([self.language_model, self.head])
-        try:
-            self.is_open = True
-            hooks = self.head._forward_hooks
-            for key, hook in list(hooks.items()):
-                if not is_hook_of_fsdp(hook):
-                    hooks[key] = functools.partial(self._on_real_logits, hook)
-            self.language_model.register_forward_pre_hook(self._start_pass, with_kwargs=True)
-            self.language_model.register_forward_hook(self._end_pass, always_call=True)
-            for name, module in self._modules.items():
-                setattr(module, name, getattr(self, name))
-        except BaseException:
-            self._undo()
-            raise
+        """Put both methods in place."""
+        hooks, model = self.head._forward_hooks, self.language_model
+        for key, hook in list(hooks.items()):
+            if not is_hook_of_fsdp(hook):
+                hooks[key] = functools.partial(self._on_real_logits, hook)
+        self._handles = [
+            model.register_forward_pre_hook(self._start_pass, with_kwargs=True),
+            model.register_forward_hook(self._end_pass, always_call=True),
+        ]
+        for name, module in self._modules.items():
+            setattr(module, name, getattr(self, name))
+        self.is_open = True
 
     def previous_method(self, name: str) -> Callable:
         """Return what the method of this name was before."""
@@ -84,22 +83,13 @@ class ReplacedHead:
                 by = getattr(now, "__module__", "other code") if above is None else above.opened_by
                 target = f"{type(module).__name__}.{name}"
                 raise RuntimeError(f"{by} has replaced {target} after {self.opened_by}: undo that first")
-        try:
-            self._undo()
-        finally:  # once more, if the first one was interrupted
-            self._undo()
-
-    def _undo(self) -> None:
-        """Take away what `open` put there, by what it is: an interrupt may have come before a handle was returned."""
         for name, module in self._modules.items():
-            if vars(module).get(name) != getattr(self, name):
-                continue
-            if self._originals[name] is None:
-                delattr(module, name)
-            else:
+            if self._originals[name] is not None:
                 setattr(module, name, self._originals[name])
-        remove_hook(self.language_model, self._start_pass)
-        remove_hook(self.language_model, self._end_pass)
+            elif name in vars(module):
+                delattr(module, name)
+        for handle in self._handles:
+            handle.remove()
         hooks = self.head._forward_hooks
         for key, hook in list(hooks.items()):
             if isinstance(hook, functools.partial) and hook.func == self._on_real_logits:
@@ -128,18 +118,6 @@ class ReplacedHead:
         return None if uncomputed else hook(head, *arguments)
 
 
-def remove_hook(module: nn.Module, ours: Callable) -> None:
-    """Remove a forward hook or pre-hook without its handle, which an interrupted registration does not return."""
-    for hooks, further in (
-        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
-    ):
-        for key in [key for key, hook in hooks.items() if hook == ours]:
-            for flags in further:
-                flags.pop(key, None)
-            del hooks[key]  # last: another attempt finds the flags by it
-
-
 def _owner_of(method: Any) -> ReplacedHead | None:
     owner = getattr(method, "__self__", None)
     return owner if isinstance(owner, ReplacedHead) else None
@@ -156,24 +134,9 @@ def owners_on(*modules: nn.Module) -> Iterator[ReplacedHead]:
 
 def close_all(modules: Sequence[nn.Module], kind: type[ReplacedHead]) -> None:
     """Close replacements of this kind whose model is among these modules."""
-    _refuse_shallow_copies(modules)
     for owner in list(owners_on(*modules)):
         if isinstance(owner, kind) and any(owner.language_model is module for module in modules):
             owner.close()
-
-
-def _refuse_shallow_copies(modules: Sequence[nn.Module]) -> None:
-    """Raise RuntimeError if one of these modules is a copy that shares its hooks with a model of an open replacement.
-
-    They could not be removed from one of the two.
-    """
-    for module, owner in itertools.product(modules, list(owners_on(*modules))):
-        model = owner.language_model
-        if module is not model and module._forward_pre_hooks is model._forward_pre_hooks:
-            raise RuntimeError(
-                f"model is a shallow copy of a {type(model).__name__} for which {owner.opened_by} is in effect: pass "
-                "the original, or use copy.deepcopy"
-            )
 
 
 @functools.cache
