@@ -19,8 +19,7 @@ from typing import Any
 from benchmark import pictures
 from benchmark.results import extra_gib, grouped, limits_ms, load, measured, products_ms
 from benchmark.shapes import NAMED_SHAPES
-from megatron_lce.command.estimate import estimate_table, verdict
-from megatron_lce.command.head_memory import FUSED, KNOWN_LOSS, OURS, TE, HeadStep
+from megatron_lce.command.estimate import CACHED, FUSED, KNOWN_LOSS, OURS, TE, HeadStep, estimate_table, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmark" / "results", ROOT / "docs" / "images"
@@ -157,7 +156,7 @@ def which_option() -> str:
         peaks = {row["head"]: f"{row['peak_mib'] / 1024:.1f}" for row in of_tokens[8192]}
         chosen = [verdict(rows).partition("Recommended: ")[2] for rows in of_tokens.values()]
         names = ["`known_loss`" if KNOWN_LOSS in x else "full cache" if "cached" in x else "default" for x in chosen]
-        heads = (FUSED, TE, OURS, KNOWN_LOSS, f"{OURS}, all logits cached")
+        heads = (FUSED, TE, OURS, KNOWN_LOSS, CACHED)
         lines.append([f"TP={tp}", *(peaks[head] for head in heads), *names])
     header = ["peak in GiB, 8,192 tokens", "Megatron, fused", "TransformerEngine's", "default", "`known_loss`"]
     return markdown([*header, "full cache", "take", "take at 16,384"], lines)

@@ -6,7 +6,6 @@ Help and errors in arguments come without torch, whose import takes seconds: wha
 import argparse
 import difflib
 import json
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -14,13 +13,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_lce import __version__
+from megatron_lce.command.estimate import WORKSPACE_BYTES, HeadStep, estimate_table, format_estimates, verdict
 from megatron_lce.command.model_shapes import MODEL_SHAPES, find_model, read_config
 from megatron_lce.core.plan import ALIGNED_COLUMNS, ceil_div, round_up
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 MEGATRON_PADS_TO = 128  # columns of each rank: its --make-vocab-size-divisible-by
-HBM_TB_PER_S = 3.35  # TB/s of an H100's memory
-WORKSPACE_MIB = 512  # the default of `workspace_bytes`, in a module that imports torch
 DTYPES = ("bf16", "fp16", "fp32")
 
 
@@ -55,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Print peak memory and matmuls of the head's forward and backward on one rank, for Megatron's losses and for "
         "this package, and recommend one. Peaks include both gradients, but not hidden, weight and main_grad."
     )
-    command = commands.add_parser("estimate", help="memory and time by formula, without a GPU", description=text)
+    command = commands.add_parser("estimate", help="memory by formula, without a GPU", description=text)
     _add_estimate(command)
     return parser
 
@@ -63,10 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_estimate(command: argparse.ArgumentParser) -> None:
     add, models = command.add_argument, command.add_mutually_exclusive_group().add_argument
     count = _parsed_by(_whole, "a whole number such as 8192, 8,192 or 8k, at least 1", lambda value: value >= 1)
-    kept = _parsed_by(_whole, "a whole number, at least 0")
     share = _parsed_by(float, "a share, between 0 and 1", lambda value: 0 <= value <= 1)
-    size = _parsed_by(float, "a number, positive and finite", lambda value: 0 < value < math.inf)
-    gib = _parsed_by(float, f"a number of GiB, above 0 and at most {2**20}", lambda value: 0 < value <= 2**20)
     text = f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}."
     models("--model", type=_parsed_by(find_model), help=text)
     text = "A Hugging Face config.json that gives both, in place of --model."
@@ -81,16 +76,9 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
     add("--main-grad", action="store_true", help="The head has gradient_accumulation_fusion set.")
     add("--no-entropy", action="store_true", help="Log-probabilities without entropy, as for a plain loss.")
     text = "The argument workspace_bytes (default: %(default)s MiB)."
-    add("--workspace-mib", type=count, default=WORKSPACE_MIB, help=text)
-    add("--cache-mib", type=kept, help="Add a row with this logits_cache_bytes.")
+    add("--workspace-mib", type=count, default=WORKSPACE_BYTES // MIB, help=text)
     text = "Share of masked tokens: adds rows that skip them (default: %(default)s)."
     add("--ignored", type=share, default=0.0, help=text)
-    add("--tflops", type=size, help="TFLOP/s that the GPU's matmuls reach: adds the time in ms.")
-    add(
-        "--bandwidth", type=size, default=HBM_TB_PER_S, help="TB/s of its memory, for that time (default: %(default)s)."
-    )
-    text = "Memory for the head: adds how many tokens fit in it, to 1 %%."
-    add("--head-budget-gib", type=gib, help=text)
     add("--json", action="store_true", help="Print one JSON object instead of a table.")
     command.set_defaults(run=_estimate, fail=command.error)
 
@@ -119,8 +107,11 @@ def _whole(text: str) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from megatron_lce.command import doctor
-
+    try:
+        from megatron_lce.command import doctor
+    except ImportError as error:
+        print(f"PROBLEM: torch cannot be imported: {error}")
+        return 1
     report = doctor.examine(arguments.device)
     print(json.dumps(report, indent=1) if arguments.json else doctor.format_report(report))
     return 1 if report["problems"] else 0
@@ -141,28 +132,19 @@ def _estimate(arguments: argparse.Namespace) -> int:
         arguments.fail("--model, --config, or both --hidden and --vocab must be given")
     if hidden % ALIGNED_COLUMNS:
         arguments.fail(f"--hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {hidden}")
-    if arguments.cache_mib and arguments.dtype == "fp32":
-        arguments.fail(f"--cache-mib must be 0 with --dtype fp32, which keeps no logits, got {arguments.cache_mib}")
     if arguments.sequence_parallel and tokens % tp:
         arguments.fail(f"--tokens must be a multiple of --tp {tp} with --sequence-parallel, got {tokens}")
-    from megatron_lce.command.estimate import estimate_table, format_estimates, verdict
-    from megatron_lce.command.head_memory import DTYPES, HeadStep
-
-    same = {name: getattr(arguments, name) for name in ("tp", "sequence_parallel", "main_grad", "ignored")}
+    same = {name: getattr(arguments, name) for name in ("tp", "sequence_parallel", "dtype", "main_grad", "ignored")}
     same |= {"entropy": not arguments.no_entropy, "workspace_bytes": arguments.workspace_mib * MIB}
-    step = HeadStep(tokens, hidden, ceil_div(vocab, tp), dtype=DTYPES[arguments.dtype], **same)
-    cache_bytes = None if arguments.cache_mib is None else arguments.cache_mib * MIB
-    budget = None if arguments.head_budget_gib is None else int(arguments.head_budget_gib * GIB)
-    speeds = None if arguments.tflops is None else (arguments.tflops, arguments.bandwidth)
+    step = HeadStep(tokens, hidden, ceil_div(vocab, tp), **same)
     try:
-        rows = estimate_table(step, cache_bytes=cache_bytes, memory_bytes=budget, speeds=speeds)
+        rows = estimate_table(step)
     except ValueError as error:  # the workspace is too small for the head
         arguments.fail(f"--workspace-mib {arguments.workspace_mib}: {error}")
     if arguments.json:
-        found = {"step": f"{name}{step}", "plan": step.plan._asdict(), "heads": rows, "verdict": verdict(rows, budget)}
-        print(json.dumps(found, indent=1))
+        print(json.dumps({"step": f"{name}{step}", "heads": rows, "verdict": verdict(rows)}, indent=1))
     else:
-        print(format_estimates(f"{name}{step}", rows, budget, [f"megatron-lce cuts it into {step.plan}.", *notes]))
+        print(format_estimates(f"{name}{step}", rows, notes))
     return 0
 
 

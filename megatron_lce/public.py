@@ -7,12 +7,10 @@ from megatron_lce.api.linear_divergence import DivergenceLoss, linear_divergence
 from megatron_lce.api.linear_logits_at import linear_logits_at
 from megatron_lce.api.linear_token_loss import TokenLoss, linear_token_loss
 from megatron_lce.api.linear_topk import TopK, linear_topk
-from megatron_lce.api.load_head_shard import load_head_shard
 from megatron_lce.api.shift_labels import shift_labels
 from megatron_lce.api.support_logprobs import support_logprobs
 from megatron_lce.api.topk_divergence import topk_divergence
 from megatron_lce.checks.validation import check_labels
-from megatron_lce.command.explain import Explanation, explain
 from megatron_lce.core.divergence_types import LinearDivergenceOutput
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.megatron.capture import capture_lm_head
@@ -25,7 +23,6 @@ from megatron_lce.megatron.output_processor import FusedOutputContext, fused_out
 __all__ = [
     "CapturedHead",
     "DivergenceLoss",
-    "Explanation",
     "FusedLinearCE",
     "FusedLinearHead",
     "FusedOutputContext",
@@ -39,7 +36,6 @@ __all__ = [
     "check_labels",
     "compat",
     "enable_fused_linear_ce",
-    "explain",
     "fused_output_processor",
     "linear_cross_entropy",
     "linear_divergence",
@@ -48,7 +44,6 @@ __all__ = [
     "linear_logits_at",
     "linear_token_loss",
     "linear_topk",
-    "load_head_shard",
     "shift_labels",
     "support_logprobs",
     "topk_divergence",

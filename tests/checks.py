@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_lce
-from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from tests.cases import Case, Ranks, Share
 from tests.findings import Findings, Floors, check_error, check_same_bits_on_every_rank, same_bits, surroundings, title
@@ -25,6 +24,7 @@ from tests.jsd_oracle import (
     weighted_jsd,
 )
 from tests.oracle import Result, comparisons, error_of_sum, evaluate, oracle, part_comparisons, relative_error
+from tests.reference import reference_linear_cross_entropy
 
 WIDE_WORKSPACE = 2**29  # bytes: every token at once
 BITS_ALIGNMENT = 128  # shards cut at multiples of it give the bits of the whole

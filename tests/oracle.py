@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core.options import LinearCrossEntropyOutput
+from tests.reference import reference_linear_cross_entropy
 
 # An error within this many times that of eager PyTorch is rounding; a wrong formula is orders of magnitude larger.
 TIMES_EAGER_FP32 = 4.0

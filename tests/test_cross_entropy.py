@@ -5,9 +5,9 @@ import torch
 
 import megatron_lce
 from megatron_lce.backends.choice import load_backend
-from megatron_lce.backends.reference import reference_linear_cross_entropy
 from tests.oracle import largest_error, oracle, relative_error
 from tests.problems import all_equal, make_problem
+from tests.reference import reference_linear_cross_entropy
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

@@ -64,7 +64,7 @@ OF_JSD = [
         "teacher_softcap / teacher_temperature must be a number that fp32 holds, got 1e+38 / 0.3",
     ),
     ({"student_logits_scale": 1e38, "temperature": 0.3}, ValueError, "student_logits_scale / temperature must be"),
-    ({"token_weights": zeros(4, 2)}, TypeError, "linear_jsd has no keyword token_weights"),
+    ({"token_weights": zeros(4, 2)}, TypeError, "linear_divergence has no keyword token_weights"),
     ({"skip_ignored": 2.0}, TypeError, "skip_ignored must be a bool or an int, got float"),
     ({"skip_ignored": 9}, ValueError, "skip_ignored must be at least 0 and at most the number of rows, 8, got 9"),
     ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got float"),

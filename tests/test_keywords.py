@@ -14,7 +14,6 @@ LABELS = {"ignore_index", "entropy", "telemetry", "candidates", "skip_ignored"}
 CACHE = {"logits_cache_bytes"}
 OF_DIVERGENCE = {"temperature", "tp_group", "sequence_parallel", "ignore_index", "vocab_start", "vocab_size"}
 OF_DIVERGENCE |= {"skip_ignored", "workspace_bytes", "backend", "weight_grad_sink"}
-FIXED_BY_A_HEAD = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden", "weight_grad_sink"}
 
 
 def keyword_only(operation):
@@ -59,6 +58,6 @@ def test_options_and_typed_keywords_are_those_of_the_operations():
         assert name == "linear_cross_entropy" or others
         of_captured, (other,) = keyword_only(getattr(megatron_lce.CapturedHead, name))
         found = get_type_hints(other) | {keyword: hint for keyword, (hint, _) in of_captured.items()}
-        own = {} if name == "linear_cross_entropy" else {keyword: hint for keyword, (hint, _) in own.items()}
-        by_place = {"temperature"} if name == "linear_cross_entropy" else set()
-        assert found == but(expected | own, FIXED_BY_A_HEAD | by_place)
+        assert found == (
+            expected if name == "linear_cross_entropy" else expected | {k: hint for k, (hint, _) in own.items()}
+        )

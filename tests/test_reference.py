@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core.options import DIFFERENTIABLE_SCALARS
 from tests.oracle import eager_linear_cross_entropy
 from tests.problems import make_problem
+from tests.reference import reference_linear_cross_entropy
 
 
 @pytest.fixture

@@ -95,26 +95,22 @@ def linear_divergence(
         TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in backward with `create_graph=True`.
     """
-    keywords = {"kinds": kinds, **options}
-    call, heads = _prepare(
-        "linear_divergence", student_hidden, student_weight, teacher_hidden, teacher_weight, keywords
-    )
-    return _divergences(call, heads)
+    name, keywords = "linear_divergence", {"kinds": kinds, **options}
+    call, heads = _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords)
+    with without_autocast(call.hidden.device, f"{name} forward"):
+        divergences = divergence_forward(call, heads)
+    return reshape_outputs(divergences_with_gradient(divergences, call, heads), call.shape)
 
 
-@validation.renamed("skip_ignored", "skip_masked")
-@eager
 def linear_jsd(
-    student_hidden: Tensor,  # [..., H_student]
-    student_weight: Tensor,  # [V_local, H_student]
-    teacher_hidden: Tensor,  # [..., H_teacher]
-    teacher_weight: Tensor,  # [V_local, H_teacher]
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
     **options: Unpack[DivergenceOptions],
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
     """`linear_divergence` of the one kind "jsd": its tensor; with `return_student` a tuple of it and `student`."""
-    keywords = {"kinds": ("jsd",), **options}
-    call, heads = _prepare("linear_jsd", student_hidden, student_weight, teacher_hidden, teacher_weight, keywords)
-    out = _divergences(call, heads)
+    out = linear_divergence(student_hidden, student_weight, teacher_hidden, teacher_weight, kinds=("jsd",), **options)
     return out.jsd if out.student is None else (out.jsd, out.student)
 
 
@@ -158,17 +154,9 @@ def linear_divergence_loss(
     with without_autocast(call.hidden.device, name):
         _, results, _ = divergence_forward(call, heads, loss, flat_per_token(call, per_token), needs_grad)
         assert results is not None
-        with torch.no_grad():
-            one_or_nan = check_tokens_apart(loss, *results.sample(), alternative="linear_divergence")
+        check_tokens_apart(loss, results.sample, alternative="linear_divergence")
     loss_sum = attach_gradients(results.loss_sum, results.head_grads, call, name)
-    # A factor of NaN makes the gradients NaN, too, because backward multiplies the upstream gradient by it.
-    return DivergenceLoss(loss_sum * one_or_nan, *reshape_outputs((results.outputs, results.metrics), call.shape))
-
-
-def _divergences(call: Call, heads: TwoHeads) -> LinearDivergenceOutput:
-    with without_autocast(call.hidden.device, "linear_divergence forward"):
-        divergences = divergence_forward(call, heads)
-    return reshape_outputs(divergences_with_gradient(divergences, call, heads), call.shape)
+    return DivergenceLoss(loss_sum, *reshape_outputs((results.outputs, results.metrics), call.shape))
 
 
 def _prepare(

@@ -74,11 +74,11 @@ def linear_token_loss(
             `per_token`, [n, ...]; returns their losses, [n] fp32, or a pair of losses and a dict of metrics [n, ...].
             It must treat each token for itself, because blocks are cut arbitrarily: no mean or maximum over tokens, no
             ratio of a sequence, no normalisation by the batch. Compute those first, under no_grad, and pass them per
-            token; or use `linear_cross_entropy`. Each call recomputes the losses of some tokens twice, among different
-            others; if they differ, the sum and the gradients are NaN. Values for ignored rows have no effect. Only the
-            outputs may require grad; change neither them nor `per_token` in place. The loss runs without autocast. In
-            fp16 keep it at about 1 per token and divide the sum afterwards, because gradients are computed before a
-            loss scale is known.
+            token; or use `linear_cross_entropy`. The first call of its code recomputes the losses of some tokens twice,
+            among different others, and raises if they differ. Values for ignored rows have no effect. Only the outputs
+            may require grad; change neither them nor `per_token` in place. The loss runs without autocast. In fp16
+            keep it at about 1 per token and divide the sum afterwards, because gradients are computed before a loss
+            scale is known.
         per_token: tensors whose leading dimensions are the labels'.
         options: as in `linear_cross_entropy`, but no logits_cache_bytes.
 
@@ -98,10 +98,9 @@ def linear_token_loss(
         checks.rest()
     call = checks.call()
     loss_sum, results = token_losses(name, call, loss, flat_per_token(call, per_token))
-    with torch.no_grad(), without_autocast(hidden.device, name):
-        one_or_nan = check_tokens_apart(loss, *results.sample())
-    # A factor of NaN makes the gradients NaN, too, because backward multiplies the upstream gradient by it.
-    return TokenLoss(loss_sum * one_or_nan, *reshape_outputs((results.outputs, results.metrics), call.shape))
+    with without_autocast(hidden.device, name):
+        check_tokens_apart(loss, results.sample)
+    return TokenLoss(loss_sum, *reshape_outputs((results.outputs, results.metrics), call.shape))
 
 
 def linear_token_losses(
@@ -147,30 +146,27 @@ def flat_per_token(call: Call, per_token: tuple[Tensor, ...]) -> list[Tensor]:
 
 def check_tokens_apart(
     loss: TokenLossFunction,
-    among_all: Tensor,
-    among_some: Tensor,
-    among_others: Tensor,
+    sample: Callable[[], tuple[Tensor, Tensor, Tensor]],  # see `Losses.sample`
     alternative: str = "linear_cross_entropy",
-) -> Tensor:
-    """Return 1, or NaN if losses depend on other tokens.
-
-    The host synchronises and raises only until the code of this loss has passed once.
-    """
+) -> None:
+    """Raise if losses depend on other tokens. The loss runs again only until its code has passed once."""
+    code = code_of(loss)
+    if code in _codes or is_cuda_graph_capturing():
+        return
+    with torch.no_grad():
+        among_all, among_some, among_others = sample()
     same = torch.isclose(among_all, among_some, rtol=1e-4, atol=1e-5, equal_nan=True)
     # In the same place of tensors of the same shape, all but a few functions give the same bits.
     same &= torch.isclose(among_some, among_others, rtol=2**-20, atol=2**-22, equal_nan=True)
-    code = code_of(loss)
-    if code not in _codes and not is_cuda_graph_capturing():
-        if not same.all():
-            token = int((~same).nonzero()[0])
-            all_of_them, some, others = (float(losses[token]) for losses in (among_all, among_some, among_others))
-            raise ValueError(
-                "loss must treat each token for itself, because blocks are cut arbitrarily, "
-                f"got {all_of_them:.6g} for a token among all, {some:.6g} among some of them, {others:.6g} among "
-                f"others: pass per token what depends on others (a mean, a maximum), or use {alternative}"
-            )
-        _codes.add(code)
-    return among_all.new_ones(()).masked_fill_(~same.all(), torch.nan)
+    if not same.all():
+        token = int((~same).nonzero()[0])
+        all_of_them, some, others = (float(losses[token]) for losses in (among_all, among_some, among_others))
+        raise ValueError(
+            "loss must treat each token for itself, because blocks are cut arbitrarily, "
+            f"got {all_of_them:.6g} for a token among all, {some:.6g} among some of them, {others:.6g} among "
+            f"others: pass per token what depends on others (a mean, a maximum), or use {alternative}"
+        )
+    _codes.add(code)
 
 
 def code_of(loss: TokenLossFunction) -> frozenset[Any]:

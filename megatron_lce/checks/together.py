@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ _PER_RANK = ("tp_group", "vocab_start")  # may differ between ranks
 # For each group the kinds of calls that its ranks have agreed on, and the columns of the largest shard under each.
 # Ranks must agree whether a key is new. With vocab_start, shards may differ, so their size stays out of the key.
 _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, int | None], int]] = WeakKeyDictionary()
-_prepared: WeakKeyDictionary[ProcessGroup, set[Any]] = WeakKeyDictionary()  # the same of `prepared_together`
+_refusals: ContextVar[list[Exception] | None] = ContextVar("refusals", default=None)  # see `laying_out`
 
 
 def keyword_options(keywords: Mapping[str, Any], typed_dict: Any, **fixed: Any) -> Options:
@@ -86,17 +87,22 @@ def checked_together(
         raise TypeError(f"{group_name} must be a torch.distributed.ProcessGroup or None, got {got}")
     ranks = collectives.group_size(options.tp_group)
     checks = Checks(name, hidden, weight, labels, options, ranks, names)
+    refusal = next(iter(_refusals.get() or ()), None)
     if options.tp_group is None or ranks == 1:
+        if refusal is not None:
+            raise refusal
         yield checks
         return
     compared = compared or {}  # listed twice: the first fixes the order, the last overrides an option of the same name
     described = {"operation": name, **compared, **_describe(hidden, weight, labels, options, names), **compared}
     described |= {"largest shard": max_columns}
-    kind, error = _kind(described), None
+    kind = _kind(described)
+    error: Exception | None = None
     try:
         yield checks
-    except (TypeError, ValueError, NotImplementedError) as refusal:
-        error = refusal
+    except (TypeError, ValueError, NotImplementedError) as raised:
+        error = raised
+    error = refusal or error
     group, start, num_rows = options.tp_group, options.vocab_start, validation.num_weight_rows(weight)
     columns_by_kind, key = _agreed.setdefault(group, {}), (kind, num_rows if start is None else None)
     if key not in columns_by_kind:
@@ -111,22 +117,29 @@ def checked_together(
 
 
 @contextlib.contextmanager
-def prepared_together(group: ProcessGroup, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Prepare arguments inside for an operation. In the first call of a kind all ranks raise, or none."""
-    if collectives.group_size(group) == 1:
-        yield
-        return
-    error = None
+def laying_out() -> Iterator[None]:
+    """Lay out arguments and call an operation inside: its check raises the first error that `refuse` was given."""
+    token = _refusals.set(list(_refusals.get() or ()))
     try:
         yield
-    except (TypeError, ValueError, RuntimeError) as refusal:
-        error = refusal
-    prepared_kinds, kind = _prepared.setdefault(group, set()), _kind(arguments)
-    if kind not in prepared_kinds:
-        agree(group, {}, error)
-        prepared_kinds.add(kind)
-    if error is not None:
+    finally:
+        _refusals.reset(token)
+
+
+def refuse(error: Exception) -> None:
+    """Have the operation's check raise this error, on all ranks of a group; go on with what the caller gave."""
+    if (refusals := _refusals.get()) is None:
         raise error
+    refusals.append(error)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Refuse an error inside, and go on."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        refuse(error)
 
 
 def agree(

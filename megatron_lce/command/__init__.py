@@ -1,1 +1,1 @@
-"""The `megatron-lce` command, and `explain`."""
+"""The `megatron-lce` command."""

@@ -1,133 +1,188 @@
-"""Matmuls, time and peak memory of the head's implementations, and the recommended one, from `head_memory`.
+"""Matmuls and peak memory of one step of the head on one rank, by formula, for `megatron-lce estimate`.
 
-`megatron-lce estimate` and `megatron_lce.explain` print them.
+Peaks include both gradients, but not hidden, weight and Megatron's `main_grad`. `tests/test_estimate.py` compares them
+with measured peaks. Needs no torch.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from math import inf
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
-from megatron_lce.command.head_memory import (
-    FUSED,
-    HEADS,
-    KNOWN_LOSS,
-    MOVED_BY_MEGATRON,
-    OURS,
-    TE,
-    UNFUSED,
-    UNLIMITED_CACHE,
-    HeadStep,
-)
+from megatron_lce.core.call_plan import plan_cross_entropy, plan_token_loss
+from megatron_lce.core.plan import HeadSize, ScratchBytes, fp32_scratch_bytes
 
-MOST_TOKENS = 2**18  # that `largest_tokens` looks for
+WORKSPACE_BYTES = 2**29  # the default of `workspace_bytes`, in a module that imports torch
+CHUNK_COLUMNS = 128
+UNLIMITED_CACHE = 2**62  # `logits_cache_bytes` that keeps the logits of any step
+UNFUSED, FUSED = "Megatron", "Megatron, fused cross-entropy"
+TE = "Megatron, TransformerEngine's cross-entropy"
+OURS, KNOWN_LOSS, CACHED = "megatron-lce", "megatron-lce, known_loss=True", "megatron-lce, all logits cached"
 LITTLE_MIB = 1024  # a smaller saving matters little in a whole model
+PER_TOKEN_BYTES = 64  # outputs and what backward needs of a row
 
 
-def largest_tokens(head: str, step: HeadStep, memory_bytes: int) -> int:
-    """Return how many tokens fit: the step peaks within that memory, and beyond it with 1 % more tokens.
+@dataclass(frozen=True)
+class HeadStep:
+    """Forward and backward of one microbatch's head on one rank. The callers check the sizes."""
 
-    A multiple of 128, at most `MOST_TOKENS`, 0 if not even 128 fit. Larger numbers may fit, too, where blocks are cut
-    anew.
+    tokens: int  # N, of the whole sequence: under sequence parallel each rank holds tokens / tp of hidden
+    hidden_size: int  # H, a multiple of `ALIGNED_COLUMNS`
+    columns: int  # this rank's rows of the weight, V / tp
+    tp: int = 1
+    sequence_parallel: bool = False
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # of hidden and weight
+    main_grad: bool = False  # the weight gradient is added to Megatron's fp32 buffer (`gradient_accumulation_fusion`)
+    entropy: bool = True
+    ignored: float = 0.0  # share of the tokens whose label is `ignore_index`
+    skip_ignored: bool = False  # ignored rows are left out, by their number
+    workspace_bytes: int = WORKSPACE_BYTES
+
+    def __str__(self) -> str:
+        parallel = f"one rank of TP={self.tp}{' with sequence parallel' if self.gathers else ''}, "
+        return f"{parallel * (self.tp > 1)}{self.tokens} tokens x {self.hidden_size} x {self.columns}, {self.dtype}"
+
+    @property
+    def gathers(self) -> bool:
+        return self.sequence_parallel and self.tp > 1
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def own_hidden_bytes(self) -> int:
+        """Bytes of the hidden states of this rank's tokens."""
+        return self.tokens * self.hidden_size * self.itemsize // (self.tp if self.gathers else 1)
+
+    @property
+    def computed_tokens(self) -> int:
+        return max(1, round(self.tokens * (1 - self.ignored))) if self.skip_ignored else self.tokens
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether blocks of hidden states are gathered, and blocks of their gradient scattered, one after the other."""
+        return self.gathers and not self.skip_ignored
+
+    def copied_bytes(self, block_tokens: int) -> int:
+        """Bytes of hidden states that are gathered, or selected where rows are skipped, while a block is computed."""
+        row, n = self.hidden_size * self.itemsize, self.computed_tokens
+        if self.is_sharded:
+            return row * min(2 * block_tokens, n)
+        gathered = self.tokens * (self.gathers and block_tokens < n)  # else freed when the last block is selected
+        return row * (gathered + block_tokens) if self.skip_ignored else 0
+
+    @property
+    def size(self) -> HeadSize:
+        bits32, H = self.itemsize == 4, self.hidden_size
+        scratch = fp32_scratch_bytes(H, 2, CHUNK_COLUMNS) if bits32 else ScratchBytes(CHUNK_COLUMNS, 2 * CHUNK_COLUMNS)
+        is_aligned, needs_acc = self.columns % 8 == 0, not bits32 and not self.main_grad
+        return HeadSize(H, self.columns, self.itemsize, 3 + self.entropy, scratch, needs_acc, is_aligned)
+
+
+class HeadCost(NamedTuple):
+    """Cost of one step."""
+
+    matmuls: float  # of tokens x hidden x columns each; 3 is the minimum
+    peak_bytes: int  # largest allocation at any time, gradients included
+
+
+def megatron(step: HeadStep, loss: str = UNFUSED) -> HeadCost:
+    """Megatron's vocab-parallel cross-entropy: logits, and fp32 logits that become the softmax in place.
+
+    `FUSED` (`cross_entropy_loss_fusion`) holds the fp32 logits and their exponentials at once. `TE`, of version 2.20,
+    keeps the logits, and makes the gradient in a copy of them. Both are for 16-bit heads.
     """
-
-    def peak(blocks: int) -> float:
-        try:
-            cost = HEADS[head](replace(step, tokens=128 * blocks))
-        except ValueError:  # the workspace has no room for so many tokens
-            return inf
-        return inf if cost is None else cost.peak_bytes
-
-    most, fits, exceeds = MOST_TOKENS // 128, 0, 1
-    low, high = 0.0, peak(1)
-    while high <= memory_bytes:
-        if exceeds == most:
-            return MOST_TOKENS
-        fits, low, exceeds = exceeds, high, min(4 * exceeds, most)
-        high = peak(exceeds)
-    while exceeds - fits > max(1, fits // 100):  # the peak grows almost linearly with the tokens
-        share = 0.5 if high == inf else min(max((memory_bytes - low) / (high - low), 0.1), 0.9)
-        middle = min(max(fits + round(share * (exceeds - fits)), fits + 1), exceeds - 1)
-        if (found := peak(middle)) <= memory_bytes:
-            fits, low = middle, found
-        else:
-            exceeds, high = middle, found
-    return 128 * fits
+    row, num_logits = step.hidden_size * step.itemsize, step.tokens * step.columns
+    logits, softmax = step.itemsize * num_logits, 4 * num_logits
+    unfused = softmax + (logits if step.itemsize == 2 else 0)
+    in_loss = {UNFUSED: unfused, FUSED: unfused + softmax, TE: 2 * logits}[loss]
+    hidden = (1 + step.gathers) * step.tokens * row + step.gathers * step.own_hidden_bytes
+    return HeadCost(3, max(in_loss, logits + hidden + step.columns * row))
 
 
-def estimate_table(
-    step: HeadStep,
-    *,
-    cache_bytes: int | None = None,
-    speeds: tuple[float, float] | None = None,
-    memory_bytes: int | None = None,
-) -> list[dict[str, Any]]:
-    """Return a row per implementation that runs this step: head, matmuls, kept_mib, peak_mib, and more on request.
+def default_cost(step: HeadStep, logits_cache_bytes: int = 0) -> HeadCost:
+    """`linear_cross_entropy` with no logits cached, or all."""
+    size, n, columns, row = step.size, step.computed_tokens, step.columns, step.hidden_size * step.itemsize
+    plan = plan_cross_entropy(size, n, columns, step.workspace_bytes, logits_cache_bytes=logits_cache_bytes)
+    cache = n * size.cache_bytes_per_token(columns) if plan.cached_columns else 0
+    block, is_whole = plan.block_tokens, plan.block_tokens >= n
+    in_one_slab = bool(cache) or plan.slab_columns >= columns or step.itemsize == 4
+    stats = size.stats_bytes.total(plan.stats_tokens, min(plan.stats_columns, columns))
+    copied, whole, own = step.copied_bytes(block), step.tokens * row, step.own_hidden_bytes
+    weight_grad = 0 if step.main_grad else columns * row
+    weight_sum = 0 if is_whole or step.itemsize == 4 else 2 * weight_grad
+    is_sharded = step.is_sharded
+    grad, earlier = (block * row if is_sharded else n * row), (0 if is_whole else own * is_sharded)
+    acc = grad if in_one_slab else 4 * block * step.hidden_size + (0 if is_whole or is_sharded else grad)
+    cast = acc + (grad if not in_one_slab and (is_whole or is_sharded) else 0) + earlier
+    slab = 0 if cache else size.slab_bytes.total(plan.slab_tokens, min(plan.slab_columns, columns))
+    if not step.main_grad and step.itemsize == 2 and plan.slab_tokens < block and is_whole:
+        slab += 4 * plan.slab_columns * step.hidden_size  # an fp32 sum over the tokens of a slab's columns
+    scaled = block * row if cache and plan.scales_hidden and step.dtype == "bf16" and not step.entropy else 0
+    sums = weight_sum or weight_grad
+    in_block = sums + copied + cache + slab + max(acc + earlier, (own if is_sharded else grad) + scaled)
+    casts = sums + (slab + copied if step.tp > 1 else 0) + cast  # a reduction starts before the last slab is freed
+    scattered = (whole if step.skip_ignored else 0) + (own if step.gathers and is_whole else 0)
+    reduction = sums + grad + earlier + scattered + (slab or cache) * step.gathers + block * row * step.skip_ignored
+    kept = sums + (own if step.gathers else grad)
+    at_end = max(reduction, kept + max(weight_grad if weight_sum else 0, 0 if is_whole else own * is_sharded))
+    at_start = cache + max(copied + stats, n * row + whole * step.gathers if step.skip_ignored else 0)
+    peak = max(at_start, in_block, casts, at_end)
+    return HeadCost((3 if cache else 4) * n / step.tokens, peak + PER_TOKEN_BYTES * n)
 
-    `cache_bytes` adds a row with this `logits_cache_bytes`; `speeds` adds `time_ms`, with matmuls at the first, in
-    TFLOP/s, and memory at the second, in TB/s; `memory_bytes` adds `most_tokens`, whose peak stays within it.
+
+def known_loss(step: HeadStep) -> HeadCost | None:
+    """`known_loss` of the flag and `linear_token_loss`: gradients are computed in forward, and scaled in backward.
+
+    None: it would compute logits twice, because inputs are fp32, or the workspace holds too few tokens.
     """
-    cached, all_cached = (replace(step, logits_cache_bytes=size) for size in (cache_bytes or 0, UNLIMITED_CACHE))
+    size, n, columns, row = step.size, step.computed_tokens, step.columns, step.hidden_size * step.itemsize
+    in_fp32 = step.main_grad or step.dtype == "fp16"
+    plan = plan_token_loss(size, n, columns, step.workspace_bytes, keeps_fp32_sum=in_fp32)
+    if not plan.cached_columns:
+        return None
+    block, is_whole = plan.block_tokens, plan.block_tokens >= n
+    copied, whole, own = step.copied_bytes(block), step.tokens * row, step.own_hidden_bytes
+    wide = 2 if step.dtype == "fp16" else 1
+    unscaled = wide * (own if step.is_sharded else n * row)
+    grad = wide * block * row if step.is_sharded else 0
+    weight_sum = 4 * columns * step.hidden_size if in_fp32 or not is_whole else columns * row
+    stats = size.stats_bytes.total(plan.stats_tokens, 0)
+    scaled = block * row if plan.scales_hidden and step.dtype == "bf16" and not step.entropy else 0
+    cache = block * size.cache_bytes_per_token(columns)
+    in_block = cache + weight_sum + unscaled + copied + max(stats, grad, scaled)
+    casts = own * (wide - 1) + (columns * row if weight_sum > columns * row and not step.main_grad else 0)
+    scattered = wide * ((whole if step.skip_ignored else 0) + own * step.gathers)
+    scattered += (cache + block * row) * (step.gathers and step.skip_ignored)
+    at_end = weight_sum + max(unscaled + scattered, (wide * own if step.gathers else unscaled) + casts)
+    return HeadCost(3 * n / step.tokens, max(in_block, at_end) + PER_TOKEN_BYTES * n)
+
+
+def estimate_table(step: HeadStep) -> list[dict[str, Any]]:
+    """Return a row per implementation that runs this step: head, matmuls, peak_mib."""
     skipped, masked = replace(step, skip_ignored=True), f"{step.ignored:.0%} masked and skipped"
-    in_16_bits, some_ignored = step.dtype.itemsize == 2, step.ignored > 0
-    cases = [
-        (True, UNFUSED, UNFUSED, step),
-        (in_16_bits, FUSED, FUSED, step),  # in fp32 it rounds the gradient to bf16: not comparable
-        (in_16_bits, TE, TE, step),
-        (True, OURS, OURS, step),
-        (True, KNOWN_LOSS, KNOWN_LOSS, step),
-        (cache_bytes is not None, f"{OURS}, cache of {cached.logits_cache_bytes / 2**20:,.0f} MiB", OURS, cached),
-        (in_16_bits and step.backend == "triton", f"{OURS}, all logits cached", OURS, all_cached),
-        (some_ignored, f"{OURS}, {masked}", OURS, skipped),
-        (some_ignored, f"{KNOWN_LOSS}, {masked}", KNOWN_LOSS, skipped),
-    ]
-    rows = []
-    for _, title, head, of_head in (case for case in cases if case[0]):
-        if (cost := HEADS[head](of_head)) is None:
-            continue
-        row: dict[str, Any] = {"head": title, "matmuls": round(float(cost.matmuls), 2)}
-        if speeds is not None:
-            row["time_ms"] = round(cost.time_ms(step, *speeds), 1)
-        row |= {"kept_mib": round(cost.kept_bytes / 2**20), "peak_mib": round(cost.peak_bytes / 2**20)}
-        if memory_bytes is not None:
-            row["most_tokens"] = largest_tokens(head, of_head, memory_bytes)
-        rows.append(row)
-    return rows
+    costs: dict[str, HeadCost | None] = {UNFUSED: megatron(step)}
+    if step.itemsize == 2:  # in fp32 the fused one rounds the gradient to bf16: not comparable
+        costs |= {FUSED: megatron(step, FUSED), TE: megatron(step, TE)}
+    costs |= {OURS: default_cost(step), KNOWN_LOSS: known_loss(step)}
+    if step.itemsize == 2:
+        costs[CACHED] = default_cost(step, UNLIMITED_CACHE)
+    if step.ignored:
+        costs |= {f"{OURS}, {masked}": default_cost(skipped), f"{KNOWN_LOSS}, {masked}": known_loss(skipped)}
+    found = ((head, cost) for head, cost in costs.items() if cost is not None)
+    return [{"head": h, "matmuls": round(c.matmuls, 2), "peak_mib": round(c.peak_bytes / 2**20)} for h, c in found]
 
 
-def saved_mib(rows: Sequence[dict[str, Any]]) -> int:
-    """Return how far the default peaks below the lowest of Megatron's losses."""
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Say how far the peak falls, and which row to take: the fewest matmuls of those that peak below Megatron's."""
     peaks = {row["head"]: row["peak_mib"] for row in rows}
-    return peaks[_lowest_of_megatron(peaks)] - peaks[OURS]
-
-
-def _lowest_of_megatron(peaks: dict[str, int]) -> str:
-    return min((loss for loss in MOVED_BY_MEGATRON if loss in peaks), key=lambda loss: peaks[loss])
-
-
-def verdict(rows: list[dict[str, Any]], budget_bytes: int | None = None) -> str:
-    """Say how far the peak falls, and which row to take.
-
-    The recommended row has the fewest matmuls of those that fit into the head's budget or, without a budget, peak no
-    higher than Megatron; among several, the lowest peak.
-    """
-    peaks = {row["head"]: row["peak_mib"] for row in rows}
-    saved, native = saved_mib(rows), f"{_size(peaks[UNFUSED])} (Megatron, unfused"
-    if FUSED in peaks:
-        others = f"{_size(peaks[UNFUSED])} unfused, {_size(peaks[TE])} with TransformerEngine's"
-        native = f"{_size(peaks[FUSED])} (Megatron, fused; {others}"
-    known = f", or to {_size(peaks[KNOWN_LOSS])} with known_loss=True" if KNOWN_LOSS in peaks else ""
-    text = f"The head's peak falls from {native}) to {_size(peaks[OURS])}{known}."
+    lowest = min((loss for loss in (UNFUSED, FUSED, TE) if loss in peaks), key=lambda loss: peaks[loss])
+    saved = peaks[lowest] - peaks[OURS]
+    text = f"The head's peak falls from {peaks[lowest]:,} MiB ({lowest}) to {peaks[OURS]:,} MiB."
     if saved <= 0:
-        lowest = _lowest_of_megatron(peaks)
-        text = f"Fusing saves no memory here: the head peaks at {_size(peaks[OURS])}, "
-        text += f"and at {_size(peaks[lowest])} without it ({lowest})."
+        text = f"Fusing saves no memory here: the head peaks at {peaks[OURS]:,} MiB, and at {peaks[lowest]:,} without."
     elif saved < LITTLE_MIB:
-        text += f" Fusing helps little here: at best Megatron peaks {_size(saved)} higher."
-    most = peaks[OURS] + max(saved, 0) if budget_bytes is None else budget_bytes / 2**20
-    within = [row for row in rows if row["head"].startswith(OURS) and row["peak_mib"] <= most]
-    if not within:
-        return f"{text} No row fits into {_size(most)}."
+        text += " Fusing helps little here."
+    within = [row for row in rows if row["head"].startswith(OURS) and row["peak_mib"] <= peaks[OURS] + max(saved, 0)]
     # The known loss wins if peaks are nearly equal: it keeps no logits between forward and backward.
     best = min(within, key=lambda row: (row["matmuls"], row["peak_mib"] * (1.0 if KNOWN_LOSS in row["head"] else 1.05)))
     if saved <= 0 and best["matmuls"] >= 3:
@@ -136,39 +191,10 @@ def verdict(rows: list[dict[str, Any]], budget_bytes: int | None = None) -> str:
     return f"{text} Recommended: {best['head']}{also}."
 
 
-def _size(mib: float) -> str:
-    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:,.0f} MiB"
-
-
-def format_estimates(
-    title: str, rows: list[dict[str, Any]], budget_bytes: int | None = None, notes: Sequence[str] = ()
-) -> str:
+def format_estimates(title: str, rows: list[dict[str, Any]], notes: list[str]) -> str:
     """Return the rows as a table in plain text, then notes, and the verdict at the end."""
-    headers = {
-        "head": "head",
-        "matmuls": "matmuls (3 is the minimum)",
-        "time_ms": "ms",
-        "kept_mib": "kept MiB",
-        "peak_mib": "peak MiB",
-        "most_tokens": f"tokens in {(budget_bytes or 0) / 2**30:g} GiB",
-    }
-    names = [name for name in headers if name in rows[0]]
-    cells = [[headers[name] for name in names]]
-    cells += [[row[name] if name == "head" else f"{row[name]:,}" for name in names] for row in rows]
-    if "most_tokens" in names:
-        cells = [[*row[:-1], row[-1] + "+" * (row[-1] == f"{MOST_TOKENS:,}")] for row in cells]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [title, ""]
-    for head, *numbers in cells:
-        aligned = (number.rjust(width + 2) for number, width in zip(numbers, widths[1:], strict=True))
-        lines.append(head.ljust(widths[0]) + "".join(aligned))
-    small = "Kept memory is held from forward to backward. Peaks include both gradients, but not hidden and weight."
-    lines += ["", small, *notes]
-    peaks = {row["head"]: row["peak_mib"] for row in rows}
-    for row in rows:  # those that may surprise
-        head, _, how = row["head"].rpartition(", ")
-        if row.get("most_tokens") == 0:
-            lines.append(f"{row['head']}: the weight gradient and the workspace alone exceed the budget")
-        if how.endswith("skipped") and row["peak_mib"] > peaks[head]:
-            lines.append(f"{row['head']}: skipping raises the peak, because the remaining rows are copied")
-    return "\n".join([*lines, "", verdict(rows, budget_bytes)])
+    width = max(len(row["head"]) for row in rows)
+    lines = [title, "", f"{'head':<{width}}  matmuls (3 is the minimum)  peak MiB"]
+    lines += [f"{row['head']:<{width}}{row['matmuls']:>28,}{row['peak_mib']:>10,}" for row in rows]
+    lines += ["", "Peaks include both gradients, but not hidden and weight.", *notes, "", verdict(rows)]
+    return "\n".join(lines)

@@ -66,7 +66,7 @@ def trace_range(name: str) -> contextlib.AbstractContextManager[object]:
 @contextlib.contextmanager
 def without_autocast(device: torch.device, name: str) -> Iterator[None]:
     """Context with autocast off, traced under this name."""
-    autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)  # meta: an estimate
+    autocast = torch.is_autocast_enabled(device.type)
     without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
     with without, trace_range(name):
         yield

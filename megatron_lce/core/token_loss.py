@@ -6,7 +6,7 @@
    The block's hidden gradient is reduced over the group while the second one runs; forward waits for it.
 
 If no block of exponentials fits in the workspace, all tokens are one block, whose logits are recomputed. Afterwards
-the loss runs twice more on a sample, which the caller compares. `known_loss` scales the gradients in backward.
+the loss runs twice more on a sample, until its code has passed once. `known_loss` scales the gradients in backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence

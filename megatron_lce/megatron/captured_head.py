@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.api import keywords as kw
 from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
-from megatron_lce.api.linear_divergence import DivergenceLoss, linear_divergence, linear_divergence_loss, linear_jsd
+from megatron_lce.api.linear_divergence import DivergenceLoss, linear_divergence, linear_divergence_loss
 from megatron_lce.api.linear_logits_at import linear_logits_at
 from megatron_lce.api.linear_token_loss import TokenLoss, TokenLossFunction, linear_token_loss
 from megatron_lce.api.linear_topk import TopK, linear_topk
 from megatron_lce.api.support_logprobs import support_logprobs
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.checks import validation
+from megatron_lce.checks.together import laying_out, refusing
 from megatron_lce.core.divergence_types import Kind, LinearDivergenceOutput
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall, StoredHead, batch_first, csr_sequence_first
@@ -87,7 +88,7 @@ class CapturedHead:
         return (torch.stack(rows) != ignore_index).all(dim=0)
 
     def linear_cross_entropy(
-        self, labels: Tensor, temperature: float | Tensor = 1.0, **options: Unpack[kw.CapturedCrossEntropyOptions]
+        self, labels: Tensor, *, logits_cache_bytes: int = 0, **options: Unpack[kw.TokenLossOptions]
     ) -> LinearCrossEntropyOutput:
         """Return `megatron_lce.linear_cross_entropy` of the captured head.
 
@@ -95,20 +96,19 @@ class CapturedHead:
         vocabulary take part, as in Megatron, unless `vocab_size` is given.
         """
         with self._captured() as call:
-            return call.run(linear_cross_entropy, labels, temperature=temperature, **options)
+            return call.run(linear_cross_entropy, labels, logits_cache_bytes=logits_cache_bytes, **options)
 
     def linear_token_loss(
         self,
         labels: Tensor,
         loss: TokenLossFunction,
         *per_token: Tensor,
-        **options: Unpack[kw.CapturedTokenLossOptions],
+        **options: Unpack[kw.TokenLossOptions],
     ) -> TokenLoss:
         """Return `megatron_lce.linear_token_loss` of the captured head; `per_token`: tensors [b, s, ...]."""
         with self._captured() as call:
-            with call.together("linear_token_loss", {"labels": labels, **options}):
-                parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
-                given, labels = call.keywords(options), call.labels(labels, options)
+            parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
+            given, labels = call.keywords(options), call.labels(labels, options)
             return batch_first(linear_token_loss(call.hidden, call.weight, labels, loss, *parts, **given))
 
     def linear_divergence(
@@ -116,7 +116,7 @@ class CapturedHead:
         teacher_head: CapturedHead | StoredHead,
         *,
         kinds: Sequence[Kind] = ("forward_kl", "tv"),
-        **options: Unpack[kw.CapturedDivergenceOptions],
+        **options: Unpack[kw.DivergenceOptions],
     ) -> LinearDivergenceOutput:
         """Return `megatron_lce.linear_divergence` of this captured head, the student's, and a teacher's.
 
@@ -128,31 +128,12 @@ class CapturedHead:
         """
         return self._compared(linear_divergence, teacher_head, {"kinds": kinds, **options})
 
-    @overload
     def linear_jsd(
-        self,
-        teacher_head: CapturedHead | StoredHead,
-        *,
-        return_student: Literal[True],
-        **options: Unpack[kw.CapturedJsdOptions],
-    ) -> tuple[Tensor, LinearCrossEntropyOutput]: ...
-    @overload
-    def linear_jsd(
-        self,
-        teacher_head: CapturedHead | StoredHead,
-        *,
-        return_student: Literal[False] = False,
-        **options: Unpack[kw.CapturedJsdOptions],
-    ) -> Tensor: ...
-    def linear_jsd(
-        self,
-        teacher_head: CapturedHead | StoredHead,
-        *,
-        return_student: bool = False,
-        **options: Unpack[kw.CapturedJsdOptions],
+        self, teacher_head: CapturedHead | StoredHead, **options: Unpack[kw.DivergenceOptions]
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
         """Return `megatron_lce.linear_jsd` of this captured head and a teacher's, as `linear_divergence` takes it."""
-        return self._compared(linear_jsd, teacher_head, {**options, "return_student": return_student})
+        out = self.linear_divergence(teacher_head, kinds=("jsd",), **options)
+        return out.jsd if out.student is None else (out.jsd, out.student)
 
     def linear_divergence_loss(
         self,
@@ -161,7 +142,7 @@ class CapturedHead:
         loss: TokenLossFunction,
         *per_token: Tensor,
         kinds: Sequence[Kind] = ("forward_kl", "tv"),
-        **options: Unpack[kw.CapturedDivergenceLossOptions],
+        **options: Unpack[kw.DivergenceLossOptions],
     ) -> DivergenceLoss:
         """Return `megatron_lce.linear_divergence_loss` of this captured head and a teacher's.
 
@@ -178,50 +159,55 @@ class CapturedHead:
         *loss: Any,  # the caller's, and its tensors per token
     ) -> Any:
         with self._captured() as student:
-            with student.together(operation.__name__, options):
-                if not isinstance(teacher_head, CapturedHead | StoredHead):
-                    kind = type(teacher_head).__name__
-                    raise TypeError(f"teacher_head must be a captured head or a StoredHead, got {kind}")
-                teacher = (
-                    teacher_head
-                    if isinstance(teacher_head, StoredHead)
-                    else teacher_head._captured_call(" of the teacher")
+            teacher: HeadCall | StoredHead = student
+            with refusing():
+                teacher = student.checked_teacher(
+                    teacher_head._captured_call(" of the teacher")
+                    if isinstance(teacher_head, CapturedHead)
+                    else teacher_head
                 )
-                given, shift = student.compared_with(teacher, options)
-                loss = tuple(student.sequence_first(f"per_token[{i - 1}]", x) if i else x for i, x in enumerate(loss))
+            given, shift = student.compared_with(teacher, options)
+            loss = tuple(student.sequence_first(f"per_token[{i - 1}]", x) if i else x for i, x in enumerate(loss))
             by_place = [given.pop("labels"), *loss] if loss else []
             hidden = student.later_rows(teacher, shift)
             return batch_first(operation(student.hidden, student.weight, hidden, teacher.weight, *by_place, **given))
 
     def linear_logits_at(
-        self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[kw.CapturedOptions]
+        self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[kw.HeadGradientOptions]
     ) -> Tensor:
         """Return `megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over b * s tokens."""
         with self._captured() as call:
-            with call.together("linear_logits_at", options):
-                given, permutation = call.keywords(options), None
-                if offsets is None:
-                    ids = call.sequence_first("ids", ids)
-                else:
-                    ids, offsets, permutation = csr_sequence_first(ids, offsets, call.batch_and_sequence)
+            given, permutation = call.keywords(options), None
+            if offsets is None:
+                ids = call.sequence_first("ids", ids)
+            else:
+                ids, offsets, permutation = csr_sequence_first(ids, offsets, call.batch_and_sequence)
             logits = linear_logits_at(call.hidden, call.weight, ids, offsets, **given)
             if permutation is None:
                 return batch_first(logits)
             return torch.empty_like(logits).index_copy(0, permutation, logits)
 
     def support_logprobs(
-        self, labels: Tensor, ids: Tensor, offsets: Tensor, **options: Unpack[kw.CapturedSupportOptions]
+        self,
+        labels: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        *,
+        entropy: bool = False,
+        empty_rows: bool = True,
+        ignore_index: int = IGNORE_INDEX,
+        **options: Unpack[kw.HeadGradientOptions],
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return `megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
         with self._captured() as call:
             ids, offsets, _ = csr_sequence_first(ids, offsets, call.batch_and_sequence)
-            return call.run(support_logprobs, labels, ids, offsets, **options)
+            own = {"entropy": entropy, "empty_rows": empty_rows, "ignore_index": ignore_index}
+            return call.run(support_logprobs, labels, ids, offsets, **own, **options)
 
-    def linear_topk(self, k: int, **options: Unpack[kw.CapturedOptions]) -> TopK:
+    def linear_topk(self, k: int, **options: Unpack[kw.HeadOptions]) -> TopK:
         """Return `megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""
         with self._captured() as call:
-            with call.together("linear_topk", options):
-                given = call.keywords(options)
+            given = call.keywords(options)
             del given["weight_grad_sink"]
             return batch_first(linear_topk(call.hidden, call.weight, k, **given))
 
@@ -229,7 +215,7 @@ class CapturedHead:
     def _captured(self) -> Iterator[HeadCall]:
         """Yield the call; without gradients if the pass kept no graph, because the head alone would train."""
         call = self._captured_call()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and call.with_gradient):
+        with laying_out(), torch.set_grad_enabled(torch.is_grad_enabled() and call.with_gradient):
             yield call
 
     def _captured_call(self, whose: str = "") -> HeadCall:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_lce.checks import validation
-from megatron_lce.checks.together import prepared_together
-from megatron_lce.checks.validation import check_number, describe_tensor
+from megatron_lce.checks.together import laying_out, refuse, refusing
+from megatron_lce.checks.validation import check_number
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.gtp import is_gtp_sharded, with_whole_weight
 from megatron_lce.megatron.heads import own_softcap
@@ -30,7 +29,7 @@ _PER_TOKEN = {"labels": 2, "temperature": 2, "teacher_temperature": 2, "candidat
 class StoredHead(NamedTuple):
     """A teacher of whose forward pass only the hidden states were stored, as `linear_divergence` takes it.
 
-        teacher_head = megatron_lce.StoredHead(hidden, megatron_lce.load_head_shard(...))
+        teacher_head = megatron_lce.StoredHead(hidden, weight)
 
     Its scale and softcap are keywords: `teacher_logits_scale`, `teacher_softcap`.
     """
@@ -67,30 +66,23 @@ class HeadCall:
     def ranks(self) -> list[int]:
         return torch.distributed.get_process_group_ranks(self.head.tp_group)
 
-    def together(self, operation: str, given: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Prepare arguments inside: in the first call of a kind all ranks raise, or none."""
-        # A kind that is known here must not be new to the operation: ranks would wait in different gathers.
-        tensors = [(describe_tensor(tensor), tensor.requires_grad) for tensor in (self.hidden, self.weight)]
-        head = *tensors, len(self.weight), torch.is_grad_enabled(), self.sequence_parallel, self.depth
-        return prepared_together(self.head.tp_group, {"operation": operation, "head": head, **given})
-
-    def run(self, operation: Callable[..., T], labels: Tensor, *others: Any, **keywords: Any) -> T:
+    def run(self, operation: Callable[..., T], labels: Any, *others: Any, **keywords: Any) -> T:
         """Run an operation on this hidden and weight; labels, tensors per token and results are [b, s]."""
-        with self.together(operation.__name__, {"labels": labels, **keywords}):
-            keywords, labels = self.keywords(keywords), self.labels(labels, keywords)
 
         def run_on(weight: Tensor) -> T:
-            return operation(self.hidden, weight, labels, *others, **keywords)
+            laid_out, given = self.labels(labels, keywords), self.keywords(keywords)
+            return operation(self.hidden, weight, laid_out, *others, **given)
 
-        gathers = is_gtp_sharded(self.head)
-        return batch_first(with_whole_weight(self.weight, run_on) if gathers else run_on(self.weight))
+        with laying_out():
+            gathers = is_gtp_sharded(self.head)
+            return batch_first(with_whole_weight(self.weight, run_on) if gathers else run_on(self.weight))
 
     @property
     def columns(self) -> int:
         """V/tp, also of a weight that is sharded further."""
         return self.head.output_size_per_partition if is_gtp_sharded(self.head) else self.weight.shape[0]
 
-    def labels(self, labels: Tensor, keywords: Mapping[str, Any]) -> Any:
+    def labels(self, labels: Any, keywords: Mapping[str, Any]) -> Any:
         """Return the main head's labels [b, s] as those of this head's rows, [s, b]."""
         return self.sequence_first("labels", self.labels_of_rows(labels, keywords, self.depth))
 
@@ -102,19 +94,18 @@ class HeadCall:
             return labels
         return later_labels(labels, self.ends, shift, keywords.get("ignore_index", IGNORE_INDEX))
 
-    def compared_with(self, teacher: HeadCall | StoredHead, options: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Return the keywords of a divergence from a teacher, and how much further on its rows are.
-
-        Rows without such a row of the teacher are ignored.
-        """
+    def checked_teacher(self, teacher: Any) -> HeadCall | StoredHead:
+        depth = 0
+        if not isinstance(teacher, HeadCall | StoredHead):
+            raise TypeError(f"teacher_head must be a captured head or a StoredHead, got {type(teacher).__name__}")
         if isinstance(teacher, StoredHead):
             validation.check_tensor("teacher_head.hidden", teacher.hidden)
             wanted = "have the student's tokens [b, s]"
             validation.check_same(
                 "teacher_head.hidden", wanted, self.batch_and_sequence, tuple(teacher.hidden.shape[:2])
             )
-            forms, depth = self.form("student", options), 0
         else:
+            depth = teacher.depth
             for words, student_value, teacher_value in (
                 ("sequence_parallel", self.sequence_parallel, teacher.sequence_parallel),
                 ("tokens [b, s]", self.batch_and_sequence, teacher.batch_and_sequence),
@@ -122,10 +113,19 @@ class HeadCall:
             ):
                 validation.check_same("teacher_head", f"have the student's {words}", student_value, teacher_value)
             teacher.check_unchanged()
-            forms, depth = self.form("student", options) | teacher.form("teacher", options), teacher.depth
-        shift, labels, further = self.depth - depth, options.get("labels"), self.depth
         wanted = f"predict no later token than depth {self.depth}"
-        validation.require(shift >= 0, "teacher_head", wanted, f"depth {depth}")
+        validation.require(self.depth >= depth, "teacher_head", wanted, f"depth {depth}")
+        return teacher
+
+    def compared_with(self, teacher: HeadCall | StoredHead, options: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """Return the keywords of a divergence from a teacher, and how much further on its rows are.
+
+        Rows without such a row of the teacher are ignored.
+        """
+        forms, depth = self.form("student", options), 0
+        if isinstance(teacher, HeadCall):
+            forms, depth = forms | teacher.form("teacher", options), teacher.depth
+        shift, labels, further = self.depth - depth, options.get("labels"), self.depth
         if labels is None and shift > 0:
             ignores_none, further = int(options.get("ignore_index", IGNORE_INDEX) == 0), shift
             labels = self.hidden.new_full(self.batch_and_sequence, ignores_none, dtype=torch.int64)
@@ -145,25 +145,28 @@ class HeadCall:
         """Return the caller's keywords combined with the head's scale and softcap, for an operation on one head."""
         keywords = self.call_keywords(given)
         temperature, logits_scale = keywords.get("temperature", 1.0), keywords.get("logits_scale", 1.0)
-        check_number("logits_scale", logits_scale)
-        softcap = own_softcap(self.head, keywords.get("softcap"))
-        logits_scale *= self.logits_scale
-        if softcap is None:
-            return keywords | {"logits_scale": logits_scale}
-        if logits_scale != 1.0:  # after the head, so after its cap
-            check_number("logits_scale", logits_scale, positive=True)
-            if not isinstance(temperature, Tensor):
-                check_number("temperature", temperature, positive=True)
-                temperature /= logits_scale
-            elif temperature.is_floating_point():  # others are refused later
-                temperature = temperature.float() / logits_scale  # 16 bits would round the quotient
-        return keywords | {"softcap": softcap, "logits_scale": 1.0, "temperature": temperature}
+        with refusing():
+            check_number("logits_scale", logits_scale)
+            softcap = own_softcap(self.head, keywords.get("softcap"))
+            logits_scale *= self.logits_scale
+            if softcap is None:
+                return keywords | {"logits_scale": logits_scale}
+            if logits_scale != 1.0:  # after the head, so after its cap
+                check_number("logits_scale", logits_scale, positive=True)
+                if not isinstance(temperature, Tensor):
+                    check_number("temperature", temperature, positive=True)
+                    temperature /= logits_scale
+                elif temperature.is_floating_point():  # others are refused later
+                    temperature = temperature.float() / logits_scale  # 16 bits would round the quotient
+            return keywords | {"softcap": softcap, "logits_scale": 1.0, "temperature": temperature}
+        return keywords | {"logits_scale": 1.0}  # of the kind that the other ranks call
 
     def call_keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the caller's keywords, with [b, s] tensors as [s, b], and the keywords that the head fixes."""
         fixed_by_head = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden", "weight_grad_sink"}
         if fixed := fixed_by_head & given.keys():
-            raise TypeError(f"{', '.join(sorted(fixed))} must not be given: the captured head fixes them")
+            refuse(TypeError(f"{', '.join(sorted(fixed))} must not be given: the captured head fixes them"))
+            given = {name: value for name, value in given.items() if name not in fixed}
         self.check_unchanged()
         keywords = {n: self.sequence_first(n, value) if n in _PER_TOKEN else value for n, value in given.items()}
         return keywords | {
@@ -175,11 +178,13 @@ class HeadCall:
     def form(self, role: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the caller's scale and softcap of a divergence's head combined with its own."""
         logits_scale, softcap = given.get(f"{role}_logits_scale", 1.0), given.get(f"{role}_softcap")
-        check_number(f"{role}_logits_scale", logits_scale)
-        own, scale = own_softcap(self.head, softcap), logits_scale * self.logits_scale
-        if own is not None and scale != 1.0:
-            raise ValueError(f"{role}_logits_scale must be 1 where the head has a softcap before it, got {scale}")
-        return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
+        with refusing():
+            check_number(f"{role}_logits_scale", logits_scale)
+            own, scale = own_softcap(self.head, softcap), logits_scale * self.logits_scale
+            if own is not None and scale != 1.0:
+                raise ValueError(f"{role}_logits_scale must be 1 where the head has a softcap before it, got {scale}")
+            return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
+        return {}
 
     def sequence_first(self, name: str, per_token: Any) -> Any:
         """Return a tensor [b, s, ...] as [s, b, ...], and anything else unchanged."""
@@ -188,16 +193,17 @@ class HeadCall:
         shape, dims = tuple(per_token.shape), _PER_TOKEN.get(name)
         if shape[:2] != self.batch_and_sequence or len(shape) != (dims or len(shape)) or (dims == 3 and shape[2] == 0):
             form = f"[b, s, K], {self.batch_and_sequence} first" if dims == 3 else f"[b, s], {self.batch_and_sequence}"
-            raise ValueError(f"{name} must be {form} for this hidden, got {shape}")
+            refuse(ValueError(f"{name} must be {form} for this hidden, got {shape}"))
+            return per_token
         return transpose_batch_sequence(per_token)
 
     def check_unchanged(self) -> None:
-        """Raise if hidden or weight has changed since the forward pass."""
+        """Refuse hidden or weight if it has changed since the forward pass."""
         for name, tensor, version in zip(("hidden", "weight"), (self.hidden, self.weight), self.versions, strict=True):
             if tensor_version(tensor) != version:
-                raise RuntimeError(f"the LM head's {name} was changed in place after the forward pass")
+                refuse(RuntimeError(f"the LM head's {name} was changed in place after the forward pass"))
             if not torch.compiler.is_compiling() and tensor.numel() and not tensor.untyped_storage().size():
-                raise RuntimeError(f"the LM head's {name} was freed, as by FSDP, after the forward pass")
+                refuse(RuntimeError(f"the LM head's {name} was freed, as by FSDP, after the forward pass"))
 
 
 def tensor_version(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatron_lce.checks.together import laying_out, refuse
 from megatron_lce.core.collectives import is_cuda_graph_capturing
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import UpstreamCheck
@@ -133,19 +134,19 @@ class FusedLoss(ReplacedHead):
         return self._loss(logits, labels, telemetry=self.language_model.training and self.mtp_layers > 0)
 
     def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
-        with logits.call.together("loss_mask", self.options):
+        with laying_out():
             if self._refused is not None:
-                raise self._refused
-        if self.mtp_losses_left > 0 and self._mtp_mask is not None:  # Megatron rolls tokens of weight 0 in
-            from megatron.core.transformer.multi_token_prediction import roll_tensor
+                refuse(self._refused)
+            if self.mtp_losses_left > 0 and self._mtp_mask is not None:  # Megatron rolls tokens of weight 0 in
+                from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-            self.mtp_losses_left -= 1
-            context, packed = self.language_model.cp_group, self._packed
-            takes_lists = "tensors" in inspect.signature(roll_tensor).parameters  # Megatron's dev branch
-            mask: Any = [self._mtp_mask] if takes_lists else self._mtp_mask
-            self._mtp_mask = roll_tensor(mask, shifts=-1, dims=-1, cp_group=context, **packed)[0]
-            labels = labels.masked_fill(self._mtp_mask == 0, IGNORE_INDEX)
-        return logits.compute_loss(labels, upstream_check=self.upstream_check, **arguments, **self.options_now())
+                self.mtp_losses_left -= 1
+                context, packed = self.language_model.cp_group, self._packed
+                takes_lists = "tensors" in inspect.signature(roll_tensor).parameters  # Megatron's dev branch
+                mask: Any = [self._mtp_mask] if takes_lists else self._mtp_mask
+                self._mtp_mask = roll_tensor(mask, shifts=-1, dims=-1, cp_group=context, **packed)[0]
+                labels = labels.masked_fill(self._mtp_mask == 0, IGNORE_INDEX)
+            return logits.compute_loss(labels, upstream_check=self.upstream_check, **arguments, **self.options_now())
 
     def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
         """Note whether the model wants logits, and return labels [b, s] in which masked tokens are ignored.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
+from megatron_lce.checks.together import laying_out, refusing
 from megatron_lce.checks.validation import as_int64, check_tensor
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall
@@ -79,31 +80,31 @@ def fused_output_processor(
     if reasons:
         raise ValueError(f"the LM head cannot be fused: {'; '.join(reasons)}")
     call = HeadCall(output_layer, hidden_states, weight)
-    with call.together("fused_output_processor", context.keywords):
-        labels = labels if context.labels is None else context.labels
-        if labels is None:
-            raise ValueError("labels must be given to the model or in the FusedOutputContext, got None")
-        check_tensor("labels", labels)
-        labels = as_int64(labels)
-        valid_mask = labels >= 0
-        if context.counted is not None:
-            check_tensor("counted", context.counted)
-            if context.counted.dtype != torch.bool or context.counted.shape != labels.shape:
-                kind = f"{context.counted.dtype} {tuple(context.counted.shape)}"
-                raise ValueError(f"counted must be bool of labels' shape, {tuple(labels.shape)}, got {kind}")
-            valid_mask &= context.counted
-    temperature = context.temperature
-    if isinstance(temperature, Tensor) and temperature.shape == labels.shape:
-        temperature = temperature.where(valid_mask, 1.0)
+    labels = labels if context.labels is None else context.labels
     # Uncomputed logits remember the factor that Megatron applies between head and loss (MuP).
     logits = scale_logits(UncomputedLogits(call))
     assert isinstance(logits, UncomputedLogits)
-    outputs = logits.call.run(
-        linear_cross_entropy,
-        labels.where(valid_mask, IGNORE_INDEX),
-        temperature=temperature,
-        ignore_index=IGNORE_INDEX,
-        entropy=context.entropy,
-        **context.keywords,
-    )
-    return context.result(outputs)
+    with laying_out():
+        with refusing():
+            labels = _without_ignored(labels, context.counted)
+        temperature = context.temperature
+        if isinstance(temperature, Tensor) and isinstance(labels, Tensor) and temperature.shape == labels.shape:
+            temperature = temperature.where(labels >= 0, 1.0)
+        options = {"temperature": temperature, "ignore_index": IGNORE_INDEX, "entropy": context.entropy}
+        return context.result(logits.call.run(linear_cross_entropy, labels, **options, **context.keywords))
+
+
+def _without_ignored(labels: Any, counted: Tensor | None) -> Tensor:
+    """Return labels as int64; IGNORE_INDEX where they are negative or not counted."""
+    if labels is None:
+        raise ValueError("labels must be given to the model or in the FusedOutputContext, got None")
+    check_tensor("labels", labels)
+    labels = as_int64(labels)
+    valid_mask = labels >= 0
+    if counted is not None:
+        check_tensor("counted", counted)
+        if counted.dtype != torch.bool or counted.shape != labels.shape:
+            kind = f"{counted.dtype} {tuple(counted.shape)}"
+            raise ValueError(f"counted must be bool of labels' shape, {tuple(labels.shape)}, got {kind}")
+        valid_mask &= counted
+    return labels.where(valid_mask, IGNORE_INDEX)

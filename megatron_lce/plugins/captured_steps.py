@@ -75,7 +75,7 @@ class Responses:
 
     def log_probs_and_entropy(self, temperature: float, entropy: bool, entropy_grad: bool) -> dict[str, list[Tensor]]:
         count = sum(map(len, self.token_index))
-        out = self.head.linear_cross_entropy(self.labels, temperature, entropy=entropy, skip_ignored=count)
+        out = self.head.linear_cross_entropy(self.labels, temperature=temperature, entropy=entropy, skip_ignored=count)
         values = {"log_probs": self.by_sample(out.logprobs)}
         if entropy:
             values["entropy"] = self.by_sample(out.entropy if entropy_grad else out.entropy.detach())
