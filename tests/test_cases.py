@@ -140,7 +140,6 @@ WITHIN = {"shape": (10, 3), "shards": (300,), "bits": True, **TELEMETRY, **PER_T
 OF_SKIPPING = [
     case("skipped", **WITHIN, **SOME, **SKIPPED),
     case("counted", **WITHIN, **SOME, **COUNTED, dtype=BF16),
-    case("skipped, some kept", **WITHIN, **SOME, **SKIPPED, dtype=BF16, logits_cache_bytes=30 * 300),
     case("counted, all kept", **WITHIN, **SOME, **COUNTED, **KEPT, dtype=BF16),
     case("skipped, all ignored", **WITHIN, **SKIPPED, **KEPT, ignored=1.0, dtype=BF16),
     case("skipped, none ignored", **WITHIN, **SKIPPED, dtype=BF16),
@@ -153,12 +152,11 @@ OF_CANDIDATES = [
     case("softcap", **GIVEN, shape=(3, 2), shards=(300,), softcap=3.0, logits_scale=0.7, **TELEMETRY),
     case("bf16", **GIVEN | {"candidates": 40}, shape=(3, 3), shards=(600,), dtype=BF16, workspace_bytes=2**19),
     case("padding, kept", **NARROW, **IN_16_BIT, vocab_size=290),
-    case("some kept", **GIVEN, shape=(5,), shards=(600,), softcap=4.0, dtype=BF16, logits_cache_bytes=5 * 256 * 3),
+    case("softcap, kept", **GIVEN, **IN_16_BIT, shape=(5,), shards=(600,), softcap=4.0),
     case("skipped, kept", **NARROW, **IN_16_BIT, **SKIPPED, **SOME, entropy=False),
     case("alone", **NARROW, **IN_16_BIT, upstream=("candidate_logprobs",)),
     case("fp16", **NARROW, **COUNTED, **SOME, dtype=FP16, upstream=("candidate_logprobs", "entropy")),
 ]
-ONE_TILE = 100 * (256 * 2 + 2 * 4)  # of 100 tokens: 16-bit exponentials, and the largest logit of each 128 columns
 KEPT_FORMS = [
     {},
     {"softcap": 4.0, "temperature": 0.5},
@@ -167,7 +165,7 @@ KEPT_FORMS = [
 ]
 OF_CACHES = [
     case(f"{n} bytes, {form}", dtype=dtype, shape=(100,), shards=(600,), logits_cache_bytes=n, **SOME, **form)
-    for n, dtype in ((1, BF16), (ONE_TILE, BF16), (2 * ONE_TILE, FP16), (2**30, BF16), (2**30, FP16))
+    for n, dtype in ((1, BF16), (2**30, BF16), (2**30, FP16))
     for form in KEPT_FORMS
 ]
 FORMS = [{}, {"temperature": 0.7, "logits_scale": -1.5, **TELEMETRY}]

@@ -95,7 +95,6 @@ CASES = [
     case("bf16, sequence parallel", shape=WIDE, dtype=BF16, **SP),
     case("bf16, uneven, b=3", shape=WIDE, dtype=BF16, shards=uneven),
     case("fp16", dtype=torch.float16),
-    case("a cache of one tile", shards=sizes(600), logits_cache_bytes=12 * 256 * 3, dtype=BF16),
     case("sequence parallel, cached", dtype=BF16, **SP, **KEPT),
     case("everything cached", shards=uneven, dtype=BF16, **KEPT, **TELEMETRY),
     case("skipped", shards=uneven, **SKIPPED, **SOME),

@@ -73,7 +73,7 @@ class HeadStep:
     @property
     def size(self) -> HeadSize:
         bits32, H = self.itemsize == 4, self.hidden_size
-        scratch = fp32_scratch_bytes(H, 2, CHUNK_COLUMNS) if bits32 else ScratchBytes(CHUNK_COLUMNS, 2 * CHUNK_COLUMNS)
+        scratch = fp32_scratch_bytes(H, 2, CHUNK_COLUMNS) if bits32 else ScratchBytes(CHUNK_COLUMNS, caches=True)
         is_aligned, needs_acc = self.columns % 8 == 0, not bits32 and not self.main_grad
         return HeadSize(H, self.columns, self.itemsize, 3 + self.entropy, scratch, needs_acc, is_aligned)
 
@@ -103,7 +103,7 @@ def default_cost(step: HeadStep, logits_cache_bytes: int = 0) -> HeadCost:
     """`linear_cross_entropy` with no logits cached, or all."""
     size, n, columns, row = step.size, step.computed_tokens, step.columns, step.hidden_size * step.itemsize
     plan = plan_cross_entropy(size, n, columns, step.workspace_bytes, logits_cache_bytes=logits_cache_bytes)
-    cache = n * size.cache_bytes_per_token(columns) if plan.cached_columns else 0
+    cache = n * size.cache_bytes_per_token(columns) if plan.caches else 0
     block, is_whole = plan.block_tokens, plan.block_tokens >= n
     in_one_slab = bool(cache) or plan.slab_columns >= columns or step.itemsize == 4
     stats = size.stats_bytes.total(plan.stats_tokens, min(plan.stats_columns, columns))
@@ -117,9 +117,8 @@ def default_cost(step: HeadStep, logits_cache_bytes: int = 0) -> HeadCost:
     slab = 0 if cache else size.slab_bytes.total(plan.slab_tokens, min(plan.slab_columns, columns))
     if not step.main_grad and step.itemsize == 2 and plan.slab_tokens < block and is_whole:
         slab += 4 * plan.slab_columns * step.hidden_size  # an fp32 sum over the tokens of a slab's columns
-    scaled = block * row if cache and plan.scales_hidden and step.dtype == "bf16" and not step.entropy else 0
     sums = weight_sum or weight_grad
-    in_block = sums + copied + cache + slab + max(acc + earlier, (own if is_sharded else grad) + scaled)
+    in_block = sums + copied + cache + slab + acc + earlier
     casts = sums + (slab + copied if step.tp > 1 else 0) + cast  # a reduction starts before the last slab is freed
     scattered = (whole if step.skip_ignored else 0) + (own if step.gathers and is_whole else 0)
     reduction = sums + grad + earlier + scattered + (slab or cache) * step.gathers + block * row * step.skip_ignored
@@ -138,7 +137,7 @@ def known_loss(step: HeadStep) -> HeadCost | None:
     size, n, columns, row = step.size, step.computed_tokens, step.columns, step.hidden_size * step.itemsize
     in_fp32 = step.main_grad or step.dtype == "fp16"
     plan = plan_token_loss(size, n, columns, step.workspace_bytes, keeps_fp32_sum=in_fp32)
-    if not plan.cached_columns:
+    if not plan.caches:
         return None
     block, is_whole = plan.block_tokens, plan.block_tokens >= n
     copied, whole, own = step.copied_bytes(block), step.tokens * row, step.own_hidden_bytes
@@ -147,9 +146,8 @@ def known_loss(step: HeadStep) -> HeadCost | None:
     grad = wide * block * row if step.is_sharded else 0
     weight_sum = 4 * columns * step.hidden_size if in_fp32 or not is_whole else columns * row
     stats = size.stats_bytes.total(plan.stats_tokens, 0)
-    scaled = block * row if plan.scales_hidden and step.dtype == "bf16" and not step.entropy else 0
     cache = block * size.cache_bytes_per_token(columns)
-    in_block = cache + weight_sum + unscaled + copied + max(stats, grad, scaled)
+    in_block = cache + weight_sum + unscaled + copied + max(stats, grad)
     casts = own * (wide - 1) + (columns * row if weight_sum > columns * row and not step.main_grad else 0)
     scattered = wide * ((whole if step.skip_ignored else 0) + own * step.gathers)
     scattered += (cache + block * row) * (step.gathers and step.skip_ignored)

@@ -95,12 +95,8 @@ class Backend(Protocol):
         options: Options,
         *,
         entropy: bool,  # `terms.entropy_term` may be nonzero
-        factored: bool,
-    ) -> Tensor | None:
-        """Turn cached exponentials into the gradient of their products, in place; no `mean_term` under a softcap.
-
-        If `factored` (the cache then holds all columns), it may return factors [N]: the gradient is factor * cache.
-        """
+    ) -> None:
+        """Turn cached exponentials into the gradient of their products, in place; no `mean_term` under a softcap."""
 
     def indexed_logits(
         self,
@@ -165,7 +161,4 @@ class Backend(Protocol):
         """Compute `out = a @ b`, or `out += ...`, at least as precisely as `megatron_lce.core.matmul`."""
 
     def scale_rows(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """Compute `out = factor * matrix`, or `out += ...`, in fp32; one factor, [], or one per row, [M].
-
-        `out` [M, K] may be the matrix.
-        """
+        """Compute `out = factor * matrix`, or `out += ...`, in fp32; the factor is [], and `out` may be the matrix."""

@@ -42,12 +42,15 @@ class Call:
     def size(self) -> HeadSize:
         """Sizes for plans, the same on every rank."""
         options, hidden = self.options, self.hidden
+        scratch = self.backend.scratch_bytes(hidden, self.weight, options.telemetry)
+        if options.softcap is not None and options.telemetry:
+            scratch = scratch._replace(caches=False)  # the mean logit's gradient needs the slope at every logit
         return HeadSize(
             hidden_size=hidden.shape[1],
             max_columns=self.shard.max_columns,
             itemsize=self.weight.element_size(),
             stats_rows=num_stats(options.entropy, options.telemetry) + num_extremes(options.telemetry) - 2,
-            scratch=self.backend.scratch_bytes(hidden, self.weight, options.telemetry),
+            scratch=scratch,
             needs_weight_acc=self.weight.dtype != torch.float32 and options.weight_grad_sink is None,
             shards_aligned=not any(n % ALIGNED_COLUMNS for n in (self.shard.max_columns, options.vocab_size or 0)),
         )

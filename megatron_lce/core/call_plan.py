@@ -22,15 +22,13 @@ class Plan(NamedTuple):
     block_tokens: int  # of the outer loop, which gathers hidden states and reduces their gradient
     stats_tokens: int  # whose statistics are computed at once
     stats_columns: int  # of the weight that statistics may copy at once
-    cached_columns: int  # the first columns, whose logits are kept until their gradient is computed: 0, some, or all
-    slab_tokens: int  # of the largest slab of the other columns
-    slab_columns: int  # 0: every column is cached, or there is no gradient
-    scales_hidden: bool  # there is room for a copy of a block's hidden states, see `Backend.grad_logits_from_cache`
+    caches: bool  # the logits of a block are kept until their gradient is computed
+    slab_tokens: int  # of the largest slab
+    slab_columns: int  # 0: logits are cached, or there is no gradient
 
     def __str__(self) -> str:
-        return (
-            f"blocks of {self.block_tokens:,} tokens, statistics of {self.stats_tokens:,} at once, "
-            f"{self.cached_columns:,} columns cached, slabs of {self.slab_tokens:,} x {self.slab_columns:,} logits"
+        return f"blocks of {self.block_tokens:,} tokens, statistics of {self.stats_tokens:,} at once, " + (
+            "logits cached" if self.caches else f"slabs of {self.slab_tokens:,} x {self.slab_columns:,} logits"
         )
 
 
@@ -51,12 +49,12 @@ def plan_cross_entropy(
         ValueError: the workspace does not hold one token of `COLUMN_STEP` columns.
     """
     size.check_workspace(workspace_bytes, needs_grad=needs_grad, needs_weight=needs_weight)
-    cached_columns = size.cache_columns(num_tokens, num_columns, logits_cache_bytes)
+    caches = needs_grad and size.fits_cache(num_tokens, logits_cache_bytes)
     return _plan(
         size,
         backward_tokens(size, num_tokens, workspace_bytes),
-        cached_columns,
-        num_columns - cached_columns if needs_grad else 0,
+        caches,
+        num_columns if needs_grad and not caches else 0,
         workspace_bytes,
         acc_per_column=size.weight_acc_per_column if needs_weight else 0,
     )
@@ -89,7 +87,7 @@ def plan_token_loss(
     return _plan(
         size,
         block_tokens,
-        num_columns if block_plan else 0,
+        block_plan is not None,
         num_columns if needs_grad and not block_plan else 0,
         workspace_bytes,
         acc_per_column=0 if keeps_fp32_sum else size.weight_acc_per_column,
@@ -115,27 +113,27 @@ def plan_divergence(
     block_plan = None
     if known_loss:
         block_plan = plan_known_divergence(size, num_tokens, workspace_bytes, keeps_fp32_sum=keeps_fp32_sum)
-    cached_columns = num_columns if block_plan else 0
     block_tokens, logits_tokens = block_plan or (
         max(1, num_tokens),
         two_heads_tokens(size, num_tokens, workspace_bytes),
     )
     acc_per_column = 0 if keeps_fp32_sum else size.weight_acc_per_column
-    plan = _plan(size, block_tokens, cached_columns, num_columns - cached_columns, workspace_bytes, acc_per_column)
+    slab_columns = 0 if block_plan else num_columns
+    plan = _plan(size, block_tokens, block_plan is not None, slab_columns, workspace_bytes, acc_per_column)
     return plan._replace(stats_tokens=logits_tokens)
 
 
 def _plan(
     size: HeadSize,
     block_tokens: int,
-    cached_columns: int,
-    other_columns: int,  # of which the gradient is recomputed in slabs
+    caches: bool,
+    recomputed_columns: int,  # of which the gradient is recomputed in slabs
     workspace_bytes: int,
     acc_per_column: int,  # bytes per column of a partial fp32 sum of the weight gradient, if slabs cut tokens
 ) -> Plan:
     slab_tokens = slab_columns = 0
-    if other_columns > 0:
-        stride = slab_row_stride(other_columns)
+    if recomputed_columns > 0:
+        stride = slab_row_stride(recomputed_columns)
         slab_tokens, slab_columns = plan_slabs(
             block_tokens, stride, workspace_bytes, size.slab_bytes, split_tokens_per_column=acc_per_column
         )
@@ -144,8 +142,7 @@ def _plan(
         block_tokens=block_tokens,
         stats_tokens=tokens_of_stats,
         stats_columns=stats_columns(size, tokens_of_stats, workspace_bytes),
-        cached_columns=cached_columns,
+        caches=caches,
         slab_tokens=slab_tokens,
         slab_columns=slab_columns,
-        scales_hidden=block_tokens * size.hidden_size * size.itemsize <= workspace_bytes,
     )

@@ -46,7 +46,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             tokens = tokens_in_blocks(hidden, row_index, plan.block_tokens, options)
             block_index = tokens.row_index  # in the order of the blocks
             rows = block_index.select_rows(rows)
-            cache = new_cache(call.size, block_index.count, plan.cached_columns if grad_enabled else 0, hidden)
+            cache = new_cache(call.size, block_index.count, call.shard.num_columns, hidden) if plan.caches else None
             ids = None if call.candidates is None else block_index.select(call.candidates)
             labels = call.labels if ids is None else block_index.select(call.labels)
             outputs, softmax, log_p = outputs_over_group(tokens.blocks(), rows, labels, ids, call, plan, cache)
@@ -58,7 +58,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if grad_enabled:
             ctx.save_for_backward(hidden, weight, row_index.index, *rows, *softmax, call.candidates, log_p)
             ctx.num_tokens, ctx.call, ctx.plan = row_index.num_tokens, call.without_tensors(), plan
-            ctx.cache, ctx.cached = cache, cache is not None
+            ctx.cache, ctx.cache_is_spent = cache, False
         others = (output for name, output in outputs._asdict().items() if name not in DIFFERENTIABLE_OUTPUTS)
         ctx.mark_non_differentiable(*(output for output in others if output is not None))
         return tuple(outputs)
@@ -66,7 +66,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         check_backward("linear_cross_entropy", *grad_outputs)
-        if ctx.cached and ctx.cache is None:
+        if ctx.cache_is_spent:
             raise RuntimeError(
                 "a second backward through linear_cross_entropy needs logits_cache_bytes=0: "
                 "the first one turned the kept logits into gradients in place"
@@ -79,12 +79,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             upstream = _select_upstream(grad_outputs, len(call.shape), tokens.row_index)
             ids = None if ids is None else tokens.row_index.select(ids)
             inputs, has_grad = grad_logits_inputs(call, rows, softmax, upstream, ids, log_p)
-            if ctx.cached:
-                inputs.use_cache(ctx.cache, plan)
-                ctx.cache = None
-                if inputs.cached is None:
-                    plan = _plan(call, tokens.row_index.count, needs)
-            if call.options.skip_ignored is True:
+            if plan.caches:
+                inputs.use_cache(ctx.cache)
+                ctx.cache, ctx.cache_is_spent = None, True
+            elif call.options.skip_ignored is True:
                 grad_index = RowIndex.from_mask(has_grad, call.options.tp_group).index
                 if grad_index is not None:
                     inputs = inputs.subset(grad_index)

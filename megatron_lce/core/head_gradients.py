@@ -1,7 +1,7 @@
 """Gradients of hidden and weight: two matrix products per slab of logit gradients, in one order for every operation."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,18 +13,10 @@ from megatron_lce.core.plan import aligned_slices, slab_row_stride, slices
 from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
-class CachedGradLogits(NamedTuple):
-    """Finished gradients of the logits of the first columns."""
-
-    grad: Tensor  # [*, C], of the products, in weight's dtype
-    factor: Tensor | None = None  # [*] fp32: the gradient is factor * grad; only if C are all columns
-    copy_index: Tensor | None = None  # [n] int64, the rows of `grad` that are needed, to be copied; None: all, in order
-
-
 class GradLogits(Protocol):
     """The gradients of the logits of a block."""
 
-    cached: CachedGradLogits | None
+    cached: Tensor | None  # [N, C] finished ones of all columns, in weight's dtype; None: `write` makes them
 
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Write the gradients of these products to a slab [tokens, columns] of weight's dtype."""
@@ -44,14 +36,20 @@ class HeadGradients:
         self._buffer: Tensor | None = None  # of every slab, one after the other
 
     def add_block(self, block: TokenBlock, grad_logits: GradLogits) -> None:
-        """Add the gradients of a block's logits: cached columns first, then slabs, columns outside, tokens inside."""
-        num_tokens, num_columns = block.num_tokens, self._call.shard.num_columns
+        """Add the gradients of a block's logits: the cached ones, which are freed, or slabs, columns outside."""
+        plan, num_tokens, num_columns = self._plan, block.num_tokens, self._call.shard.num_columns
         self._open_block = block if self._needs_hidden else None
-        cached_columns = self._add_cached(block, grad_logits)
-        for col_slice in aligned_slices(num_columns, max(self._plan.slab_columns, 1), start=cached_columns):
-            for token_slice in slices(num_tokens, self._plan.slab_tokens):
-                grad = self._slab(token_slice, col_slice)
-                grad_logits.write(grad, token_slice, col_slice)
+        slab_tokens, slab_columns = plan.slab_tokens, plan.slab_columns
+        cached, grad_logits.cached = grad_logits.cached, None
+        if cached is not None:
+            slab_tokens, slab_columns = num_tokens, num_columns
+        for col_slice in aligned_slices(num_columns, max(slab_columns, 1)):
+            for token_slice in slices(num_tokens, slab_tokens):
+                if cached is not None:
+                    grad = cached[:, col_slice]
+                else:
+                    grad = self._slab(token_slice, col_slice)
+                    grad_logits.write(grad, token_slice, col_slice)
                 self._add_slab(block, grad, token_slice, col_slice)
         if self._tokens.reduces or self._tokens.num_blocks > 1:
             self._finish_hidden()  # if not yet done: without columns there is no last slab
@@ -63,31 +61,17 @@ class HeadGradients:
         grad_hidden = self._tokens.grad_hidden() if self._needs_hidden else None
         return grad_hidden, None if self._weight is None else self._weight.finish()
 
-    def _add_cached(self, block: TokenBlock, grad_logits: GradLogits) -> int:
-        """Add cached gradients that are not to be copied, free them, and return the number of their columns."""
-        if grad_logits.cached is None or grad_logits.cached.copy_index is not None:
-            return 0
-        grad, factor, _ = grad_logits.cached
-        grad_logits.cached = None
-        for col_slice in aligned_slices(grad.shape[1], max(grad.shape[1], 1)):
-            self._add_slab(block, grad[:, col_slice], slice(0, grad.shape[0]), col_slice, factor)
-        return grad.shape[1]
-
-    def _add_slab(
-        self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice, factor: Tensor | None = None
-    ) -> None:
+    def _add_slab(self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Add both products. The reduction of a block's hidden gradient runs under the last one for the weight."""
         if self._needs_hidden:
-            self._add_hidden(block, grad, token_slice, col_slice, factor)
+            self._add_hidden(block, grad, token_slice, col_slice)
             is_last = token_slice.stop == block.num_tokens
             if is_last and col_slice.stop == self._call.shard.num_columns and self._tokens.reduces:
                 self._finish_hidden()
         if self._weight is not None:
-            self._weight.add(block, grad, token_slice, col_slice, factor)
+            self._weight.add(block, grad, token_slice, col_slice)
 
-    def _add_hidden(
-        self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice, factor: Tensor | None
-    ) -> None:
+    def _add_hidden(self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         call, num_columns = self._call, self._call.shard.num_columns
         if self._hidden_acc is None:
             grad_dtype = self._tokens.grad_dtype
@@ -96,10 +80,7 @@ class HeadGradients:
             else:
                 shape = block.num_tokens, call.weight.shape[1]
                 self._hidden_acc = call.weight.new_empty(shape, dtype=torch.float32)
-        acc = self._hidden_acc[token_slice]
-        call.matmul(grad, call.weight[col_slice], acc, accumulate=col_slice.start > 0)
-        if factor is not None and col_slice.stop == num_columns:
-            call.backend.scale_rows(acc, factor, acc, accumulate=False)
+        call.matmul(grad, call.weight[col_slice], self._hidden_acc[token_slice], accumulate=col_slice.start > 0)
 
     def _finish_hidden(self) -> None:
         """Cast the hidden gradient of the open block, 0 without slabs, and start reducing it."""
@@ -129,7 +110,7 @@ class _WeightGrad:
     """The weight gradient of this shard: a tensor of weight's dtype, an fp32 sum, or the fp32 buffer of a sink."""
 
     def __init__(self, call: Call, num_blocks: int, keep_fp32_sum: bool) -> None:
-        weight, self._matmul, self._scale_rows = call.weight, call.matmul, call.backend.scale_rows
+        weight, self._matmul = call.weight, call.matmul
         self._weight, self._num_columns, self._keep_fp32_sum = weight, call.shard.num_columns, keep_fp32_sum
         self._sink = None if keep_fp32_sum else call.options.weight_grad_sink
         # fp32 gradients need no separate sum over blocks.
@@ -141,15 +122,10 @@ class _WeightGrad:
         self._columns_acc: Tensor | None = None  # fp32 sum of one slab's columns over the block's tokens
         self._is_empty = num_blocks == 0
 
-    def add(self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice, factor: Tensor | None) -> None:
+    def add(self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Add a slab of the block."""
-        hidden = block.hidden.wait()
-        is_first, is_last = token_slice.start == 0, token_slice.stop == hidden.shape[0]
-        hidden = hidden[token_slice]
-        if factor is not None:  # the sum over tokens includes the factor
-            unscaled, hidden = hidden, torch.empty_like(hidden)
-            self._scale_rows(unscaled, factor, hidden, accumulate=False)
-        out = self._out[col_slice]
+        is_first, is_last = token_slice.start == 0, token_slice.stop == block.num_tokens
+        hidden, out = block.hidden.wait()[token_slice], self._out[col_slice]
         if out.dtype == torch.float32 or (is_first and is_last):
             accumulate = self._sink is not None or not (block.row_slice.start == 0 and is_first)
             self._matmul(grad.T, hidden, out, accumulate=accumulate)

@@ -10,13 +10,7 @@ from megatron_lce.core.plan import HeadSize, ceil_div, slab_row_stride
 
 
 class LogitsCache(NamedTuple):
-    """Exponentials 2^(z - shift) of the first columns, in the dtype of the inputs; one shift per row and chunk.
-
-    The Triton backend's `softmax_stats` chooses the shift: 0 if the dtype can represent the exponential of the
-    chunk's largest logit, else that logit. If every shift of a row is 0, one factor turns its exponentials into
-    probabilities. With an entropy or a softcap, the gradient needs the logarithm of the exponential. The shift is
-    then always the largest logit, for which the logarithm is exact.
-    """
+    """Exponentials 2^(z - shift) in the dtype of the inputs; the shift of a row and chunk is its largest logit."""
 
     exp: Tensor  # [N, C], rows a multiple of `SLAB_ROW_STEP` apart, zeros behind them
     shift: Tensor  # [chunks, N] fp32, base 2

@@ -56,7 +56,7 @@ class ScratchBytes(NamedTuple):
     """Bytes of intermediates of a backend's primitives, for inputs of one dtype."""
 
     chunk_columns: int  # number of columns that share one set of statistics
-    tile_columns: int = 0  # a partial cache holds a multiple of this many columns; 0: there is no cache
+    caches: bool = False  # logits can be kept until their gradient is computed
     slab_per_logit: int = 0  # bytes per logit of a slab
     stats_per_token: int = 0  # bytes per token of statistics
     stats_per_column: int = 0  # bytes of a copied row of the weight for statistics
@@ -123,14 +123,9 @@ class HeadSize(NamedTuple):
         """Bytes per token of a cache of this many columns."""
         return slab_row_stride(num_columns) * self.itemsize + 4 * ceil_div(num_columns, self.scratch.chunk_columns)
 
-    def cache_columns(self, num_tokens: int, num_columns: int, logits_cache_bytes: int) -> int:
-        """Return the number of columns that fit in a cache: all, or a multiple of the columns of a tile."""
-        if logits_cache_bytes == 0 or self.scratch.tile_columns == 0 or num_tokens == 0:
-            return 0
-        if num_tokens * self.cache_bytes_per_token(num_columns) <= logits_cache_bytes:
-            return num_columns
-        tile_bytes = num_tokens * self.cache_bytes_per_token(self.scratch.tile_columns)
-        return logits_cache_bytes // tile_bytes * self.scratch.tile_columns
+    def fits_cache(self, num_tokens: int, logits_cache_bytes: int) -> bool:
+        """Return whether a cache holds all logits of the largest shard."""
+        return self.scratch.caches and num_tokens * self.cache_bytes_per_token(self.max_columns) <= logits_cache_bytes
 
     def smallest_workspace(self, *, needs_grad: bool, needs_weight: bool) -> int:
         """Return the bytes that every pass needs for its smallest block, one token of `COLUMN_STEP` columns."""
@@ -196,9 +191,9 @@ def plan_known_loss(
     The second number is the workspace without these logits. `keeps_fp32_sum`: the weight gradient of a single block is
     an fp32 sum, too.
     """
-    if size.scratch.tile_columns == 0:
+    if not size.scratch.caches:
         return None
-    # First the statistics. After they are freed, hidden times the slab's factor, and the fp32 hidden gradient.
+    # First the statistics. After they are freed, the block's hidden gradient and its fp32 sum.
     token_bytes = max(size.stats_bytes.per_token, size.hidden_size * size.itemsize + size.hidden_acc_per_token)
     cache_bytes = size.cache_bytes_per_token(size.max_columns)
     tokens = cached_block_tokens(

@@ -73,7 +73,8 @@ def summed_token_loss(
         needs_weight=call.weight.requires_grad,
         keeps_fp32_sum=keeps_fp32_weight_sum(call),
     )
-    cache = new_cache(call.size, min(plan.block_tokens, row_index.count), plan.cached_columns, call.hidden)
+    cache_tokens, num_columns = min(plan.block_tokens, row_index.count), call.shard.num_columns
+    cache = new_cache(call.size, cache_tokens, num_columns, call.hidden) if plan.caches else None
     tokens = tokens_in_blocks(call.hidden, row_index, plan.block_tokens, options, unscaled_dtype(call))
     row_index = tokens.row_index
     all_rows = row_index.select_rows(all_rows)
@@ -95,8 +96,7 @@ def summed_token_loss(
         if head_grads is not None:
             inputs, _ = grad_logits_inputs(call, rows, softmax, upstream, block_ids, log_p)
             inputs.hidden = block.hidden
-            if block_cache is not None:
-                inputs.use_cache(block_cache, plan)
+            inputs.use_cache(block_cache)
             head_grads.add_block(block, inputs)
     outputs, metrics = losses.all_tokens(row_index)
     return TokenLossResults(row_index.nan_if_wrong(losses.loss_sum), head_grads, outputs, metrics, losses.sample)

@@ -39,7 +39,7 @@ from megatron_lce.core.divergence_types import (
     merged_softmaxes,
     student_outputs,
 )
-from megatron_lce.core.head_gradients import CachedGradLogits, HeadGradients
+from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.known_loss import keeps_fp32_weight_sum, unscaled_dtype, unscaled_gradients
 from megatron_lce.core.matmul import copies_to_fp32, matmul, with_zeros_behind, without_autocast
 from megatron_lce.core.plan import COLUMN_STEP, aligned_slices, size_of_two_heads, slab_row_stride, slices
@@ -105,9 +105,10 @@ def divergence_forward(
             heads.kinds,
         )
     head_grads, grad_buffer = unscaled_gradients(tokens, call, plan) if needs_grad else None, None
-    if plan.cached_columns > 0:
-        shape = min(plan.block_tokens, row_index.count), slab_row_stride(plan.cached_columns)
-        grad_buffer = with_zeros_behind(call.hidden.new_empty(shape), plan.cached_columns)
+    if plan.caches:
+        num_columns = call.shard.num_columns
+        shape = min(plan.block_tokens, row_index.count), slab_row_stride(num_columns)
+        grad_buffer = with_zeros_behind(call.hidden.new_empty(shape), num_columns)
     # Both gathers start first: ranks must run collectives in one order. A rank without columns skips products only, and
     # runs every collective.
     for block, teacher_block in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
@@ -121,7 +122,7 @@ def divergence_forward(
         )
         grad_logits = TwoHeadGradLogits(call, block_heads, stats)
         if grad_buffer is not None:
-            grad_logits.cached = CachedGradLogits(grad_buffer[: block.num_tokens])
+            grad_logits.cached = grad_buffer[: block.num_tokens]
         if losses is not None:
             find_terms = partial(_terms_of_losses, losses, heads, rows, block.row_slice.start)
         grad_logits.fill_stats(plan, find_terms)
@@ -233,7 +234,7 @@ class TwoHeadGradLogits:
     call: Call
     heads: Heads  # of the block
     stats: Tensor  # [10 or 13, N], `DivergenceStats`
-    cached: CachedGradLogits | None = None  # of all columns, filled with the statistics
+    cached: Tensor | None = None  # [N, C] gradients of all columns, filled with the statistics
     _logits_buffer: Tensor | None = None
 
     def fill_stats(self, plan: Plan, find_terms: Callable[[Tensor, slice], Tensor] | None) -> None:
@@ -264,7 +265,7 @@ class TwoHeadGradLogits:
             if find_terms is not None and heads.terms is not None:
                 heads.terms.copy_(find_terms(stats, token_slice))
             if raw_logits is not None and self.cached is not None:
-                backend.divergence_grad_logits(heads, raw_logits, stats, self.cached.grad[token_slice])
+                backend.divergence_grad_logits(heads, raw_logits, stats, self.cached[token_slice])
 
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Recompute both heads' logits, and write the student's gradient to a slab."""

@@ -45,8 +45,8 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, telemetry: Telemetry) -> Scrat
 
 
 def grad_logits_from_cache(
-    cache: LogitsCache, rows: RowInputs, terms: Tensor, options: Options, *, entropy: bool, factored: bool
-) -> Tensor | None:
+    cache: LogitsCache, rows: RowInputs, terms: Tensor, options: Options, *, entropy: bool
+) -> None:
     raise AssertionError("`scratch_bytes` allows no cache")
 
 
@@ -190,5 +190,5 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, te
 
 def scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
     for rows in slices(matrix.shape[0], _ROWS):
-        scaled = matrix[rows].float() * (factor[rows, None] if factor.dim() else factor)
+        scaled = matrix[rows].float() * factor
         out[rows].copy_(scaled.add_(out[rows]) if accumulate else scaled)

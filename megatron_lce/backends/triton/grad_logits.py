@@ -27,9 +27,6 @@ from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div, slab_row_stride
 from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, RowInputs
 
-# A row's factor must lie between 1 / this and this, and its label's exponential below this. Then sums of their products
-# with 16-bit numbers stay far from the limits of fp32.
-_LARGEST_FACTOR = tl.constexpr(2.0**96)
 _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 
 
@@ -76,20 +73,14 @@ def grad_logits(
 
 
 def grad_logits_from_cache(
-    cache: LogitsCache, rows: RowInputs, terms: Tensor, options: Options, *, entropy: bool, factored: bool
-) -> Tensor | None:
-    """As in `Backend`; in addition, padding past each row is written with finite numbers.
-
-    The gradient at a label comes from its exact logprob. If `factored`, rows whose gradient is one number times the
-    exponentials are left unchanged except at the label. The numbers are returned, [N] fp32, with 1 for the other rows.
-    """
+    cache: LogitsCache, rows: RowInputs, terms: Tensor, options: Options, *, entropy: bool
+) -> None:
+    """As in `Backend`; in addition, padding past each row is written with finite numbers."""
     mean, softcap = terms.shape[0] > NUM_TERMS, options.softcap is not None
     assert not (softcap and mean)  # an exponential that underflowed to 0 no longer gives the tanh slope
-    factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
     chunk = tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device).chunk
     num_tokens, num_columns = cache.exp.shape
-    factor = terms.new_empty(num_tokens) if factored else None
-    programs = tiles.exp_programs(num_columns, chunk, factored)
+    programs = tiles.exp_programs(num_columns, chunk)
     block_n = tiles.block_rows(programs.block_n, num_tokens)
     tiles.launch(
         _grad_from_exp_kernel,
@@ -101,7 +92,6 @@ def grad_logits_from_cache(
         label_ptr=rows.labels,
         row_scale_ptr=rows.scale,
         terms_ptr=terms,
-        factor_ptr=factor,
         N=num_tokens,
         row_end=slab_row_stride(num_columns),  # the end of the stored row: Triton knows it to be a multiple of 16
         exp_stride=cache.exp.stride(0),
@@ -116,7 +106,6 @@ def grad_logits_from_cache(
         CHUNK=chunk,
         num_warps=programs.num_warps,
     )
-    return factor
 
 
 @triton.jit(do_not_specialize=["N", "C", "terms_stride", "slab_start"])
@@ -207,7 +196,6 @@ def _grad_from_exp_kernel(
     label_ptr,  # [N] int32
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
-    factor_ptr,  # [N] fp32 out, the gradient is factor * exp; None: the gradient is written
     N,
     row_end,
     exp_stride,
@@ -235,26 +223,6 @@ def _grad_from_exp_kernel(
     label_log_p = tl.load(terms.label_logprob, mask=row_mask, other=0.0)
     label_grad = tl.exp2(label_log_p) * (p_term - entropy_term * label_log_p) + label_term
     row_ptrs = exp_ptr + offs_n.to(tl.int64) * exp_stride
-
-    if factor_ptr is not None:
-        factor = p_term * tl.exp2(-max_logit - log_sum)
-        nothing = (p_term == 0) & (label_term == 0)
-        label_exp = tl.where(nothing, 0.0, label_grad / factor)
-        in_range = (tl.abs(factor) > 1.0 / _LARGEST_FACTOR) & (tl.abs(factor) < _LARGEST_FACTOR)
-        in_range &= tl.abs(label_exp) < _LARGEST_FACTOR
-        factored = row_mask & (nothing | in_range)
-        for start in range(0, num_chunks, 64):
-            chunks = start + tl.arange(0, 64)
-            shifts = shift_ptr + chunks.to(tl.int64)[:, None] * shift_stride + offs_n[None, :]
-            shift = tl.load(shifts, (chunks < num_chunks)[:, None] & row_mask[None, :], other=0.0)
-            factored &= tl.max((shift != 0).to(tl.int32), 0) == 0  # NaN is not 0
-        if split_id == 0:
-            tl.store(factor_ptr + offs_n, tl.where(factored, factor, 1.0), row_mask)
-            owned = factored & (label >= 0) & (label < row_end)
-            tl.store(row_ptrs + label, label_exp.to(exp_ptr.dtype.element_ty), owned)
-        row_mask &= ~factored
-        if tl.max(row_mask.to(tl.int32), 0) == 0:
-            return
 
     for chunk in range(split_id, num_chunks, programs_per_row):
         offs_v = chunk * CHUNK + tl.arange(0, CHUNK)

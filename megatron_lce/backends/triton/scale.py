@@ -1,4 +1,4 @@
-"""Multiplication of a matrix by one number on the device, or by one number per row, in fp32."""
+"""Multiplication of a matrix by one number on the device, in fp32."""
 
 import triton
 import triton.language as tl
@@ -26,8 +26,7 @@ def scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool)
         column_stride=matrix.stride(1),
         out_row_stride=out.stride(0),
         out_column_stride=out.stride(1),
-        PER_ROW=factor.dim() == 1,
-        UNLESS_ONE=in_place and factor.dim() == 0,
+        UNLESS_ONE=in_place,
         ACCUMULATE=accumulate,
         BLOCK_M=block_m,
         BLOCK_K=1024,
@@ -37,7 +36,7 @@ def scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool)
 @triton.jit(do_not_specialize=["M"])
 def _scale_kernel(
     matrix_ptr,  # [M, K]
-    factor_ptr,  # [] fp32, [M] if PER_ROW
+    factor_ptr,  # [] fp32
     out_ptr,  # [M, K]
     M,
     K,
@@ -45,7 +44,6 @@ def _scale_kernel(
     column_stride,
     out_row_stride,
     out_column_stride,
-    PER_ROW: tl.constexpr,
     UNLESS_ONE: tl.constexpr,  # nothing is done for a factor of 1, which the gradient of a loss often is
     ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -53,7 +51,7 @@ def _scale_kernel(
 ):
     """Write factor * matrix to `out`, or add it, for BLOCK_M rows."""
     offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    factor = tl.load(factor_ptr + offs_m, offs_m < M) if PER_ROW else tl.load(factor_ptr)
+    factor = tl.load(factor_ptr)
     if UNLESS_ONE:  # noqa: SIM102 - the compiler decides this, the device the next
         if factor == 1.0:
             return

@@ -27,9 +27,6 @@ from megatron_lce.core.plan import MIN_TOKENS, ceil_div, slices
 from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LOWEST_LOGIT, Extremes, num_stats
 
-# Base 2. In bf16 the shift of a chunk is 0 if the absolute value of its largest logit is at most this. bf16 reaches
-# 2^127, which leaves room for products.
-MAX_ABS_FOR_ZERO_SHIFT = 64.0
 _LABEL_LOGIT = Extremes._fields.index("label_logit")
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
@@ -53,12 +50,11 @@ def softmax_stats(
     if num_columns == 0:
         return stats
     hidden, hidden_pow2 = split_fp32(hidden, tile.hidden_parts)
-    takes_logarithm = options.entropy or options.softcap is not None
+    exp, shift = (None, None) if cache is None else cache
 
-    def launch_stats(columns: slice, cache: LogitsCache | None) -> None:
-        """Fill the statistics of some columns, and their cache. On return the parts of these columns are freed."""
+    def launch_stats(columns: slice) -> None:
+        """Fill the statistics of some columns. On return the parts of these columns are freed."""
         slab, weight_pow2 = split_fp32(weight[columns], tile.weight_parts)
-        exp, shift = (None, None) if cache is None else cache
         tiles.launch(
             _softmax_stats_kernel,
             tiles.tile_grid(num_tokens, slab.shape[0], tile, hidden.device),
@@ -82,9 +78,6 @@ def softmax_stats(
             ENTROPY=options.entropy,
             MEAN=bool(options.telemetry),
             TELEMETRY=options.telemetry is True,
-            MAX_ABS_FOR_ZERO_SHIFT=MAX_ABS_FOR_ZERO_SHIFT
-            if weight.dtype == torch.bfloat16 and not takes_logarithm
-            else 0.0,
             CHUNK=tile.chunk,
             PERSISTENT=tiles.has_tma(hidden.device),
             BLOCK_V=tile.block_v,
@@ -92,9 +85,8 @@ def softmax_stats(
         )
 
     step = max_copied_columns if tile.weight_parts and max_copied_columns else num_columns
-    cached_columns = 0 if cache is None else cache.exp.shape[1]
-    for columns in (*slices(cached_columns, max(cached_columns, 1)), *slices(num_columns, step, start=cached_columns)):
-        launch_stats(columns, cache if columns.stop <= cached_columns else None)
+    for columns in slices(num_columns, step):  # one, unless the weight is split: then there is no cache
+        launch_stats(columns)
     out = stats[0, _LABEL_LOGIT]  # after the statistics kernel, which fills it with -inf
     if hidden_pow2 is None:
         _label_logits(hidden, None, weight, rows, out, tile, options)
@@ -208,7 +200,6 @@ def _softmax_stats_kernel(
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,  # of the logits
     TELEMETRY: tl.constexpr,  # all of it, the mean included
-    MAX_ABS_FOR_ZERO_SHIFT: tl.constexpr,  # bound of |max_logit| of a chunk whose shift is 0; 0: no chunk's is
     SOFTCAP: tl.constexpr,
     PERSISTENT: tl.constexpr,  # programs take one tile after the other
     HIDDEN_PARTS: tl.constexpr,
@@ -296,12 +287,8 @@ def _softmax_stats_kernel(
         tl.store(origin + extremes.max_logit, max_logit, mask)
         tl.store(origin + extremes.label_logit, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), mask)
         if exp_desc is not None:
-            shift = max_logit
-            if MAX_ABS_FOR_ZERO_SHIFT > 0:
-                shift = tl.where(tl.abs(max_logit) <= MAX_ABS_FOR_ZERO_SHIFT, 0.0, max_logit)
-                exp = exp * tl.exp2(max_logit - shift)[:, :, None]
             chunk = (column_tile * CHUNKS + chunks).to(tl.int64)[None, :]
-            tl.store(shift_ptr + chunk * shift_stride + offs_n[:, None], shift, mask)
+            tl.store(shift_ptr + chunk * shift_stride + offs_n[:, None], max_logit, mask)
             left, right = halves(tl.reshape(exp, (BLOCK_N, BLOCK_V)).to(exp_desc.dtype))
             exp_desc.store([row_start, col_start], left)
             exp_desc.store([row_start, col_start + BLOCK_V // 2], right)

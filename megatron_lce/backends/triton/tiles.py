@@ -83,12 +83,9 @@ def stats_group_n(hidden_size: int) -> int:
     return 32 if hidden_size <= 2048 else 16
 
 
-def exp_programs(num_columns: int, chunk: int, factored: bool) -> RowPrograms:
-    """Choose programs over cached exponentials. Unless factored, they take 4 % longer than a copy (H200)."""
-    num_chunks = ceil_div(num_columns, chunk)
-    if factored:
-        return RowPrograms(8, chunk, num_warps=1, per_row=min(num_chunks, 4))
-    return RowPrograms(4, chunk, num_warps=2, per_row=ceil_div(num_chunks, 4))
+def exp_programs(num_columns: int, chunk: int) -> RowPrograms:
+    """Choose programs over cached exponentials. They take 4 % longer than a copy (H200)."""
+    return RowPrograms(4, chunk, num_warps=2, per_row=ceil_div(ceil_div(num_columns, chunk), 4))
 
 
 def merge_programs(num_rows: int, mean: bool) -> RowPrograms:
@@ -115,7 +112,7 @@ def scratch_bytes(hidden: torch.Tensor, weight: torch.Tensor, telemetry: Telemet
     tile = choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     if tile.weight_parts:  # without a cache
         return fp32_scratch_bytes(weight.shape[1], tile.hidden_parts, tile.chunk)
-    return ScratchBytes(tile.chunk, tile.block_v)
+    return ScratchBytes(tile.chunk, caches=True)
 
 
 def tile_grid(num_tokens: int, num_columns: int, tile: Tiles, device: torch.device) -> tuple[int]:
