@@ -12,7 +12,7 @@ from torch import Tensor
 import megatron_lce
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import plan
-from megatron_lce.core.call_plan import plan_cross_entropy
+from megatron_lce.core.call_plan import plan_call
 from megatron_lce.core.plan import COLUMN_STEP, slab_row_stride
 from tests.jsd_oracle import JsdInputs
 from tests.oracle import Result, Upstream, assert_within, comparisons, evaluate, oracle, random_upstream
@@ -25,10 +25,10 @@ _USUAL = nullcontext()
 @contextmanager
 def wide_blocks_of(num_tokens: int | None) -> Iterator[None]:
     """Plans with blocks of so many tokens where 4,096 are usual; None: as usual."""
-    plan_cross_entropy.cache_clear()  # plans are made once for a configuration
+    plan_call.cache_clear()  # plans are made once for a configuration
     with mock.patch.object(plan, "WIDE_BLOCK", num_tokens or plan.WIDE_BLOCK):
         yield
-    plan_cross_entropy.cache_clear()
+    plan_call.cache_clear()
 
 
 class Problem(NamedTuple):

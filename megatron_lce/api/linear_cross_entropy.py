@@ -6,8 +6,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import checked_together
-from megatron_lce.core.cross_entropy import linear_cross_entropy_autograd
 from megatron_lce.core.eager import eager
+from megatron_lce.core.one_head import OneHead
 from megatron_lce.core.options import (
     WORKSPACE_BYTES,
     BackendName,
@@ -16,6 +16,7 @@ from megatron_lce.core.options import (
     Telemetry,
     WeightGradSink,
 )
+from megatron_lce.core.passes import outputs_with_gradient
 
 
 @validation.renamed("skip_ignored", "skip_masked")
@@ -134,4 +135,4 @@ def linear_cross_entropy(
     )
     with checked_together("linear_cross_entropy", hidden, weight, labels, options, takes_dtensors=True) as checks:
         checks.all()
-    return linear_cross_entropy_autograd(checks.call())
+    return outputs_with_gradient(OneHead(checks.call()))

@@ -23,15 +23,15 @@ from megatron_lce.api.keywords import DivergenceLossOptions, DivergenceOptions
 from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, flat_per_token
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, reshape_outputs
-from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import wait_if_async
 from megatron_lce.core.divergence_types import KINDS, Head, Kind, LinearDivergenceOutput
 from megatron_lce.core.eager import eager
-from megatron_lce.core.known_loss import attach_gradients
+from megatron_lce.core.known_loss import sum_of_losses
+from megatron_lce.core.losses import Metrics, TokenLossFunction
 from megatron_lce.core.matmul import aligned_rows, matmul, without_autocast
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.token_loss import Metrics, TokenLossFunction
-from megatron_lce.core.two_heads import TwoHeads, divergence_forward, divergences_with_gradient
+from megatron_lce.core.passes import outputs_with_gradient
+from megatron_lce.core.two_heads import TwoHeads
 
 _DEFAULTS: dict[str, Any] = {  # keywords besides `Options`, and their defaults
     "beta": 0.5,
@@ -95,11 +95,11 @@ def linear_divergence(
         TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in backward with `create_graph=True`.
     """
-    name, keywords = "linear_divergence", {"kinds": kinds, **options}
-    call, heads = _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords)
-    with without_autocast(call.hidden.device, f"{name} forward"):
-        divergences = divergence_forward(call, heads)
-    return reshape_outputs(divergences_with_gradient(divergences, call, heads), call.shape)
+    keywords = {"kinds": kinds, **options}
+    name = "linear_divergence"
+    return outputs_with_gradient(
+        _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords)
+    )
 
 
 def linear_jsd(
@@ -149,13 +149,12 @@ def linear_divergence_loss(
     name, keywords = "linear_divergence_loss", {"kinds": kinds, **options, "labels": labels}
     per_token = tuple(wait_if_async(tensor) for tensor in per_token)
     loss_args = loss, per_token
-    call, heads = _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords, loss_args)
-    needs_grad = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
+    heads = _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords, loss_args)
+    call = heads.call
+    results = sum_of_losses(name, heads, loss, flat_per_token(call, per_token))
     with without_autocast(call.hidden.device, name):
-        _, results, _ = divergence_forward(call, heads, loss, flat_per_token(call, per_token), needs_grad)
-        assert results is not None
         check_tokens_apart(loss, results.sample, alternative="linear_divergence")
-    loss_sum = attach_gradients(results.loss_sum, results.head_grads, call, name)
+    loss_sum = results.loss_sum
     return DivergenceLoss(loss_sum, *reshape_outputs((results.outputs, results.metrics), call.shape))
 
 
@@ -167,7 +166,7 @@ def _prepare(
     teacher_weight: Tensor,
     keywords: dict[str, Any],
     loss_args: tuple[TokenLossFunction, tuple[Tensor, ...]] | None = None,
-) -> tuple[Call, TwoHeads]:
+) -> TwoHeads:
     """Check the arguments, and lay them out; `loss_args`: the caller's loss and its tensors per token."""
     extra = {keyword: keywords.pop(keyword, default) for keyword, default in _DEFAULTS.items()}
     kinds, labels, beta = keywords.pop("kinds"), keywords.pop("labels", None), extra["beta"]
@@ -228,12 +227,13 @@ def _prepare(
     alignment, temperature = 16 // teacher_hidden.element_size(), extra["teacher_temperature"]
     hidden = aligned_rows(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), alignment)
     weight = aligned_rows(teacher_weight.detach().contiguous(), alignment)
-    heads = TwoHeads(
-        student=Head(call.hidden, call.weight, float(extra["student_logits_scale"]), extra["student_softcap"]),
+    return TwoHeads(
+        call,
+        student_logits_scale=float(extra["student_logits_scale"]),
+        student_softcap=extra["student_softcap"],
         teacher=Head(hidden, weight, float(extra["teacher_logits_scale"]), extra["teacher_softcap"]),
         kinds=tuple(dict.fromkeys(kinds)),
         beta=float(beta),
         teacher_temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
         return_student=extra["return_student"],
     )
-    return call, heads

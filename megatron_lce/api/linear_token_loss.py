@@ -18,10 +18,11 @@ from megatron_lce.checks.together import check_keywords, checked_together, keywo
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_cuda_graph_capturing, wait_if_async
 from megatron_lce.core.eager import eager
-from megatron_lce.core.known_loss import UpstreamCheck
+from megatron_lce.core.known_loss import UpstreamCheck, known_losses, sum_of_losses
+from megatron_lce.core.losses import Metrics, TokenLossFunction
 from megatron_lce.core.matmul import without_autocast
+from megatron_lce.core.one_head import OneHead
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.token_loss import Metrics, TokenLossFunction, known_losses, token_losses
 
 _codes: set[frozenset[Any]] = set()  # code of losses that the host has checked to be per-token
 
@@ -97,10 +98,10 @@ def linear_token_loss(
         check_loss(loss, per_token, shape, hidden.device)
         checks.rest()
     call = checks.call()
-    loss_sum, results = token_losses(name, call, loss, flat_per_token(call, per_token))
+    results = sum_of_losses(name, OneHead(call), loss, flat_per_token(call, per_token))
     with without_autocast(hidden.device, name):
         check_tokens_apart(loss, results.sample)
-    return TokenLoss(loss_sum, *reshape_outputs((results.outputs, results.metrics), call.shape))
+    return TokenLoss(results.loss_sum, *reshape_outputs((results.outputs, results.metrics), call.shape))
 
 
 def linear_token_losses(

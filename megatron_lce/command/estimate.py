@@ -7,7 +7,7 @@ with measured peaks. Needs no torch.
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from megatron_lce.core.call_plan import plan_cross_entropy, plan_token_loss
+from megatron_lce.core.call_plan import plan_call
 from megatron_lce.core.plan import HeadSize, ScratchBytes, fp32_scratch_bytes
 
 WORKSPACE_BYTES = 2**29  # the default of `workspace_bytes`, in a module that imports torch
@@ -102,8 +102,8 @@ def megatron(step: HeadStep, loss: str = UNFUSED) -> HeadCost:
 def default_cost(step: HeadStep, logits_cache_bytes: int = 0) -> HeadCost:
     """`linear_cross_entropy` with no logits cached, or all."""
     size, n, columns, row = step.size, step.computed_tokens, step.columns, step.hidden_size * step.itemsize
-    plan = plan_cross_entropy(size, n, columns, step.workspace_bytes, logits_cache_bytes=logits_cache_bytes)
-    cache = n * size.cache_bytes_per_token(columns) if plan.caches else 0
+    plan = plan_call(size, n, columns, step.workspace_bytes, logits_cache_bytes=logits_cache_bytes)
+    cache = n * size.cache_bytes_per_token(columns) if plan.cache_tokens else 0
     block, is_whole = plan.block_tokens, plan.block_tokens >= n
     in_one_slab = bool(cache) or plan.slab_columns >= columns or step.itemsize == 4
     stats = size.stats_bytes.total(plan.stats_tokens, min(plan.stats_columns, columns))
@@ -136,8 +136,8 @@ def known_loss(step: HeadStep) -> HeadCost | None:
     """
     size, n, columns, row = step.size, step.computed_tokens, step.columns, step.hidden_size * step.itemsize
     in_fp32 = step.main_grad or step.dtype == "fp16"
-    plan = plan_token_loss(size, n, columns, step.workspace_bytes, keeps_fp32_sum=in_fp32)
-    if not plan.caches:
+    plan = plan_call(size, n, columns, step.workspace_bytes, known_loss=True, keeps_fp32_sum=in_fp32)
+    if not plan.cache_tokens:
         return None
     block, is_whole = plan.block_tokens, plan.block_tokens >= n
     copied, whole, own = step.copied_bytes(block), step.tokens * row, step.own_hidden_bytes

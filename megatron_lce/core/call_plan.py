@@ -20,129 +20,65 @@ class Plan(NamedTuple):
     """How a call is cut. Made once for each configuration."""
 
     block_tokens: int  # of the outer loop, which gathers hidden states and reduces their gradient
-    stats_tokens: int  # whose statistics are computed at once
+    stats_tokens: int  # whose statistics are computed at once; of two heads, whose logits are in memory at once
     stats_columns: int  # of the weight that statistics may copy at once
-    caches: bool  # the logits of a block are kept until their gradient is computed
+    cache_tokens: int  # most whose logits, or gradients, are kept until they are added; 0: recomputed in slabs
     slab_tokens: int  # of the largest slab
     slab_columns: int  # 0: logits are cached, or there is no gradient
 
     def __str__(self) -> str:
         return f"blocks of {self.block_tokens:,} tokens, statistics of {self.stats_tokens:,} at once, " + (
-            "logits cached" if self.caches else f"slabs of {self.slab_tokens:,} x {self.slab_columns:,} logits"
+            "logits cached" if self.cache_tokens else f"slabs of {self.slab_tokens:,} x {self.slab_columns:,} logits"
         )
 
 
 @lru_cache(maxsize=1024)
-def plan_cross_entropy(
+def plan_call(
     size: HeadSize,
     num_tokens: int,
     num_columns: int,  # of this rank's shard
     workspace_bytes: int,
     *,
+    known_loss: bool = False,  # gradients are computed in forward, of blocks whose logits are kept until then
+    keeps_fp32_sum: bool = False,  # under a known loss the weight gradient of a single block is an fp32 sum, too
     logits_cache_bytes: int = 0,
     needs_grad: bool = True,
     needs_weight: bool = True,
 ) -> Plan:
-    """Return the plan of `linear_cross_entropy`. Its blocks are the same on every rank.
+    """Return the plan of a call. Its blocks are the same on every rank.
+
+    If under a known loss no block's logits fit, all tokens are one block, whose logits are recomputed.
 
     Raises:
         ValueError: the workspace does not hold one token of `COLUMN_STEP` columns.
     """
     size.check_workspace(workspace_bytes, needs_grad=needs_grad, needs_weight=needs_weight)
-    caches = needs_grad and size.fits_cache(num_tokens, logits_cache_bytes)
-    return _plan(
-        size,
-        backward_tokens(size, num_tokens, workspace_bytes),
-        caches,
-        num_columns if needs_grad and not caches else 0,
-        workspace_bytes,
-        acc_per_column=size.weight_acc_per_column if needs_weight else 0,
-    )
-
-
-@lru_cache(maxsize=1024)
-def plan_token_loss(
-    size: HeadSize,
-    num_tokens: int,
-    num_columns: int,
-    workspace_bytes: int,
-    *,
-    needs_grad: bool = True,
-    needs_weight: bool = True,
-    keeps_fp32_sum: bool = False,  # the weight gradient of a single block is an fp32 sum, too
-) -> Plan:
-    """Return the plan of `linear_token_loss`: blocks whose logits are cached until their gradients are computed.
-
-    If none fit, all tokens are one block without a cache.
-
-    Raises:
-        ValueError: as `plan_cross_entropy`.
-    """
-    size.check_workspace(workspace_bytes, needs_grad=needs_grad, needs_weight=needs_weight)
-    size = size._replace(needs_weight_acc=size.needs_weight_acc and needs_weight)
-    block_plan = None
-    if needs_grad:
-        block_plan = plan_known_loss(size, num_tokens, workspace_bytes, keeps_fp32_sum=keeps_fp32_sum)
-    block_tokens, workspace_bytes = block_plan or (max(1, num_tokens), workspace_bytes)
-    return _plan(
-        size,
-        block_tokens,
-        block_plan is not None,
-        num_columns if needs_grad and not block_plan else 0,
-        workspace_bytes,
-        acc_per_column=0 if keeps_fp32_sum else size.weight_acc_per_column,
-    )
-
-
-@lru_cache(maxsize=1024)
-def plan_divergence(
-    size: HeadSize,  # of two heads
-    num_tokens: int,
-    num_columns: int,
-    workspace_bytes: int,
-    *,
-    known_loss: bool,  # gradients are computed in forward
-    needs_weight: bool = True,
-    keeps_fp32_sum: bool = False,
-) -> Plan:
-    """Return the plan of two heads: `stats_tokens` are those whose logits of both heads are in memory at once.
-
-    If gradients are known, a block is as long as all its gradients can be kept, or all tokens if none fit.
-    """
-    size = size._replace(needs_weight_acc=size.needs_weight_acc and needs_weight)
-    block_plan = None
-    if known_loss:
-        block_plan = plan_known_divergence(size, num_tokens, workspace_bytes, keeps_fp32_sum=keeps_fp32_sum)
-    block_tokens, logits_tokens = block_plan or (
-        max(1, num_tokens),
-        two_heads_tokens(size, num_tokens, workspace_bytes),
-    )
-    acc_per_column = 0 if keeps_fp32_sum else size.weight_acc_per_column
-    slab_columns = 0 if block_plan else num_columns
-    plan = _plan(size, block_tokens, block_plan is not None, slab_columns, workspace_bytes, acc_per_column)
-    return plan._replace(stats_tokens=logits_tokens)
-
-
-def _plan(
-    size: HeadSize,
-    block_tokens: int,
-    caches: bool,
-    recomputed_columns: int,  # of which the gradient is recomputed in slabs
-    workspace_bytes: int,
-    acc_per_column: int,  # bytes per column of a partial fp32 sum of the weight gradient, if slabs cut tokens
-) -> Plan:
+    workspace_bytes, two_heads = workspace_bytes - size.copied_bytes, size.num_heads == 2
+    acc_size = size if needs_weight else size._replace(needs_weight_acc=False)
+    block_tokens, cache_tokens, tokens_of_stats = max(1, num_tokens), 0, None
+    if known_loss and needs_grad:
+        plan_known = plan_known_divergence if two_heads else plan_known_loss
+        known = plan_known(acc_size, num_tokens, workspace_bytes, keeps_fp32_sum=keeps_fp32_sum)
+        if known is not None:
+            block_tokens, left = known
+            cache_tokens = block_tokens
+            tokens_of_stats, workspace_bytes = (left, workspace_bytes) if two_heads else (None, left)
+    elif not known_loss and not two_heads:
+        block_tokens = backward_tokens(size, num_tokens, workspace_bytes)
+        if needs_grad and size.fits_cache(num_tokens, logits_cache_bytes):
+            cache_tokens = max(1, num_tokens)
+    if two_heads and not cache_tokens:
+        tokens_of_stats = two_heads_tokens(acc_size, num_tokens, workspace_bytes)
     slab_tokens = slab_columns = 0
-    if recomputed_columns > 0:
-        stride = slab_row_stride(recomputed_columns)
+    if needs_grad and not cache_tokens and num_columns > 0:
+        acc_bytes = 0 if keeps_fp32_sum else acc_size.weight_acc_per_column  # if slabs cut tokens
         slab_tokens, slab_columns = plan_slabs(
-            block_tokens, stride, workspace_bytes, size.slab_bytes, split_tokens_per_column=acc_per_column
+            block_tokens,
+            slab_row_stride(num_columns),
+            workspace_bytes,
+            size.slab_bytes,
+            split_tokens_per_column=acc_bytes,
         )
-    tokens_of_stats = stats_tokens(size, block_tokens, workspace_bytes)
-    return Plan(
-        block_tokens=block_tokens,
-        stats_tokens=tokens_of_stats,
-        stats_columns=stats_columns(size, tokens_of_stats, workspace_bytes),
-        caches=caches,
-        slab_tokens=slab_tokens,
-        slab_columns=slab_columns,
-    )
+    tokens_of_stats = tokens_of_stats or stats_tokens(size, block_tokens, workspace_bytes)
+    columns = stats_columns(size, tokens_of_stats, workspace_bytes)
+    return Plan(block_tokens, tokens_of_stats, columns, cache_tokens, slab_tokens, slab_columns)

@@ -1,36 +1,51 @@
 """Losses whose gradients are computed and reduced in forward. Backward scales them, without collectives."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
-from megatron_lce.core.call_plan import Plan
 from megatron_lce.core.head_gradients import HeadGradients
-from megatron_lce.core.tokens import Tokens
+from megatron_lce.core.losses import Losses, Metrics, TokenLossFunction
+from megatron_lce.core.matmul import without_autocast
+from megatron_lce.core.one_head import OneHead
+from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.passes import Source, forward
 
 
-def unscaled_gradients(tokens: Tokens, call: Call, plan: Plan) -> HeadGradients:
-    """Return empty gradients, which backward will scale by the upstream gradient of the loss."""
-    needs = call.hidden.requires_grad, call.weight.requires_grad
-    return HeadGradients(tokens, call, plan, needs, keep_fp32_sum=keeps_fp32_weight_sum(call) or tokens.num_blocks > 1)
+class TokenLossResults(NamedTuple):
+    """The sum of the losses, and outputs and metrics of every token without gradient: 0 in skipped rows."""
+
+    loss_sum: Tensor  # [] fp32, with a gradient
+    outputs: Any  # `LinearCrossEntropyOutput` or `LinearDivergenceOutput`, [N, ...] each
+    metrics: Metrics  # [N, ...] each
+    sample: Callable[[], tuple[Tensor, Tensor, Tensor]]  # losses of some tokens among all, and twice among others
 
 
-def unscaled_dtype(call: Call) -> torch.dtype:
-    """Return the dtype of the unscaled hidden gradient: fp32 for fp16, whose range it may exceed."""
-    return torch.float32 if call.hidden.dtype == torch.float16 else call.hidden.dtype
+def sum_of_losses(name: str, source: Source, loss: TokenLossFunction, per_token: Sequence[Tensor]) -> TokenLossResults:
+    """Return the sum of the losses, with gradients if they are wanted, and per-token results."""
+    call, needs = source.call, (False, False)
+    if torch.is_grad_enabled():
+        needs = call.hidden.requires_grad, call.weight.requires_grad
+    losses = Losses(loss, per_token, source.differentiable, any(needs), call.hidden.device)
+    with without_autocast(call.hidden.device, name):
+        outputs, _, _, _, head_grads = forward(source, needs, losses)  # the cache is freed here
+        loss_sum, metrics = losses.totals()
+    if head_grads is not None:
+        loss_sum = _KnownLoss.apply(call.hidden, call.weight, loss_sum, head_grads, call, name)
+    return TokenLossResults(loss_sum, outputs, metrics, losses.sample)
 
 
-def keeps_fp32_weight_sum(call: Call) -> bool:
-    """Return whether even the weight gradient of a single block is kept in fp32 until it is scaled."""
-    return call.options.weight_grad_sink is not None or call.weight.dtype == torch.float16
-
-
-def attach_gradients(loss: Tensor, head_grads: HeadGradients | None, call: Call, name: str) -> Tensor:
-    """Attach gradients, if any, to the loss of the operation of this name."""
-    return loss if head_grads is None else _KnownLoss.apply(call.hidden, call.weight, loss, head_grads, call, name)
+def known_losses(
+    name: str, call: Call, loss: Callable[[LinearCrossEntropyOutput], Tensor], upstream_check: "UpstreamCheck"
+) -> tuple[Tensor, LinearCrossEntropyOutput]:
+    """Return the loss of each token, [N], with one upstream gradient for all, and the outputs, without gradient."""
+    results = sum_of_losses(name, OneHead(call), loss, ())
+    valid_mask, losses = call.labels != call.options.ignore_index, loss(results.outputs)
+    return KnownTokenLosses.apply(results.loss_sum, losses, valid_mask, upstream_check), results.outputs
 
 
 class _KnownLoss(torch.autograd.Function):

@@ -88,6 +88,8 @@ class HeadSize(NamedTuple):
     scratch: ScratchBytes
     needs_weight_acc: bool  # the weight gradient needs a separate fp32 sum over blocks of tokens
     shards_aligned: bool = True  # no shard ends in a separate slab, see `aligned_slices`
+    num_heads: int = 1
+    copied_bytes: int = 0  # of copies that products make, beside the workspace of a plan
 
     @property
     def stats_bytes(self) -> BlockBytes:
@@ -131,26 +133,30 @@ class HeadSize(NamedTuple):
         """Return the bytes that every pass needs for its smallest block, one token of `COLUMN_STEP` columns."""
         stats = self.stats_bytes.total(1, COLUMN_STEP)
         per_column = self.weight_acc_per_column if needs_weight else 0
-        return max(stats, self.slab_bytes.total(1, COLUMN_STEP) + COLUMN_STEP * per_column) if needs_grad else stats
+        slab = self.slab_bytes.total(1, COLUMN_STEP) + COLUMN_STEP * per_column if needs_grad else 0
+        return self.copied_bytes + max(stats, slab)
 
     def check_workspace(self, workspace_bytes: int, *, needs_grad: bool, needs_weight: bool) -> None:
         """Raise ValueError if the workspace is smaller than that."""
         min_bytes = self.smallest_workspace(needs_grad=needs_grad, needs_weight=needs_weight)
         if workspace_bytes < min_bytes:
-            raise ValueError(f"workspace_bytes must be at least {min_bytes} for this head, got {workspace_bytes}")
+            heads = "this head" if self.num_heads == 1 else "these heads"
+            raise ValueError(f"workspace_bytes must be at least {min_bytes} for {heads}, got {workspace_bytes}")
 
 
-def size_of_two_heads(student: HeadSize, reading_bytes: int) -> HeadSize:
+def size_of_two_heads(student: HeadSize, reading_bytes: int, copied_row: int = 0) -> HeadSize:
     """Return the student's sizes with the products of both heads as the only intermediates.
 
-    `reading_bytes`: bytes per token that the backend allocates to read products with all columns.
+    `reading_bytes`: bytes per token that the backend allocates to read products with all columns. `copied_row`: bytes
+    of a row of the fp32 copies that products make of a head, on CPUs.
     """
+    reading_bytes += copied_row
     per_logit = 2 * 4  # bytes of both products, in fp32
     row_bytes = reading_bytes + slab_row_stride(student.max_columns) * per_logit
     scratch = ScratchBytes(
         student.scratch.chunk_columns, slab_per_logit=per_logit, stats_per_token=row_bytes, slab_per_token=reading_bytes
     )
-    return student._replace(stats_rows=0, scratch=scratch)
+    return student._replace(stats_rows=0, scratch=scratch, num_heads=2, copied_bytes=COLUMN_STEP * copied_row)
 
 
 def stats_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron_lce import enable_fused_linear_ce
-from megatron_lce.core import cross_entropy as core_cross_entropy
-from megatron_lce.core import tokens
+from megatron_lce.core import passes, tokens
 from megatron_lce.core.row_index import RowIndex
 from tests import megatron_world
 from tests.megatron_world import VOCAB_SIZE, assert_refused, cross_entropy, enable
@@ -72,9 +71,7 @@ def test_masked_tokens_are_ignored_rows(device, mtp_layers, monkeypatch, tensors
     expected = megatron_world.gradients(model, (expected_loss * loss_mask).sum())
     computed = []
     in_blocks = tokens.tokens_in_blocks
-    monkeypatch.setattr(
-        core_cross_entropy, "tokens_in_blocks", lambda *given: computed.append(given[1].count) or in_blocks(*given)
-    )
+    monkeypatch.setattr(passes, "tokens_in_blocks", lambda *given: computed.append(given[1].count) or in_blocks(*given))
     enable(model, skip_masked=True)
     for arguments, keywords in (((None, labels), {}), ((), {"labels": labels})):  # decoder_input, labels
         computed.clear()

@@ -1,0 +1,155 @@
+"""A caller's loss of each token, called for some tokens after others. Autograd gives its gradients by the outputs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from megatron_lce.core.row_index import RowIndex
+
+_MAX_SAMPLE_TOKENS = 2048  # the most tokens whose losses are compared
+
+Metrics = dict[str, Tensor]
+TokenLossFunction = Callable[..., Tensor | tuple[Tensor, Metrics]]
+
+
+class Losses:
+    """The caller's loss of some tokens after others."""
+
+    def __init__(
+        self,
+        loss: TokenLossFunction,
+        per_token: Sequence[Tensor],  # [N, ...] each
+        names: tuple[str, ...],  # outputs that have a gradient
+        needs_grad: bool,
+        device: torch.device,
+    ) -> None:
+        self._loss, self._per_token, self._names, self._needs_grad = loss, per_token, names, needs_grad
+        self._loss_sum = torch.zeros((), dtype=torch.float32, device=device)
+        self._num_rows = 0  # so far
+        self._losses: list[Tensor] = []
+        self._ignored: list[Tensor] = []
+        self._outputs: list[Any] = []
+        self._metrics: list[Metrics] = []
+
+    def select(self, row_index: RowIndex) -> None:
+        """Take the computed rows, in the order of the blocks."""
+        self._row_index, self._per_token = row_index, [row_index.select(tensor) for tensor in self._per_token]
+
+    def add(self, outputs: Any, ignored: Tensor) -> dict[str, Tensor | None]:
+        """Call the caller's loss for the next tokens; return the gradients of its sum with respect to outputs."""
+        row_slice = slice(self._num_rows, self._num_rows + ignored.shape[0])
+        self._num_rows = row_slice.stop
+        by_name = {name: getattr(outputs, name) for name in self._names}
+        leaves = {name: o.detach().requires_grad_(self._needs_grad) for name, o in by_name.items() if o is not None}
+        # The hooks of a checkpoint around the call would recompute the whole call for each block.
+        no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        with torch.set_grad_enabled(self._needs_grad), no_hooks:
+            result = self._loss(outputs._replace(**leaves), *(tensor[row_slice] for tensor in self._per_token))
+            losses, metrics = checked_losses(result, ignored.shape[0])
+            loss_sum = torch.where(ignored, 0.0, losses).sum()
+        if self._metrics and metrics.keys() != self._metrics[0].keys():
+            names_of_both = f"{sorted(self._metrics[0])} and {sorted(metrics)}"
+            raise ValueError(f"loss must return the same metrics for any tokens, got {names_of_both}")
+        self._loss_sum += loss_sum.detach()
+        self._losses.append(losses.detach())
+        self._ignored.append(ignored)
+        self._outputs.append(outputs)
+        self._metrics.append(
+            {name: m.detach().masked_fill(ignored.view(-1, *(1,) * (m.dim() - 1)), 0) for name, m in metrics.items()}
+        )
+        if not self._needs_grad or not ignored.shape[0]:
+            return {}
+        check_graph(loss_sum, leaves)
+        grads = torch.autograd.grad(loss_sum, list(leaves.values()), allow_unused=True)
+        return dict.fromkeys(self._names) | dict(zip(leaves, grads, strict=True))
+
+    def sample(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the losses of some tokens: as computed, and as the loss gives them beside other tokens, twice.
+
+        The others are tokens of the lower half of the first output, logprobs or a divergence, then of the upper half.
+        The tokens themselves are neither the lowest nor the highest. So no mean, maximum or minimum over the tokens is
+        the same in both calls.
+        """
+        losses, outputs = torch.cat(self._losses), self._cat_outputs()
+        num_tokens = losses.shape[0]
+        if not num_tokens:
+            return losses, losses, losses
+        num_sample = min((num_tokens + 1) // 2, _MAX_SAMPLE_TOKENS)
+        num_others = num_sample + (2 * num_sample == num_tokens)  # a loss may also depend on the number of tokens
+        # Ignored and NaN tokens come last, and take part only if there is no other.
+        first = next(output for name in self._names if (output := getattr(outputs, name)) is not None)
+        usable = ~(torch.cat(self._ignored) | first.isnan())
+        order, count = first.where(usable, torch.inf).argsort(), usable.sum()
+        step = torch.arange(num_others, dtype=torch.int64, device=losses.device)
+        lower = step * ((count + 1) // 2) // num_others
+        ranks = 1 + step[:num_sample] * (count - 2) // num_sample, lower, count - 1 - lower
+        sample_index, *others = (order.index_select(0, rank.clamp(0, num_tokens - 1)) for rank in ranks)
+
+        def among(other: Tensor) -> Tensor:
+            index, every_token = torch.cat([sample_index, other]), (outputs, self._per_token)
+            sample, per_token = tree_map_only(Tensor, lambda x: x.index_select(0, index), every_token)
+            return checked_losses(self._loss(sample, *per_token), num_sample + num_others)[0].detach()[:num_sample]
+
+        return losses.index_select(0, sample_index), among(others[0]), among(others[1])
+
+    def _cat_outputs(self) -> Any:
+        return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *self._outputs)
+
+    def outputs(self, no_outputs: Callable[[], Any]) -> Any:
+        """Return the outputs of all computed tokens."""
+        if not self._outputs:  # a call of the loss with no tokens gives the names of its metrics
+            self.add(no_outputs(), torch.empty(0, dtype=torch.bool, device=self._loss_sum.device))
+        return self._cat_outputs()
+
+    @torch.no_grad()
+    def totals(self) -> tuple[Tensor, Metrics]:
+        """Return the sum over all tokens, [] fp32, and the metrics of every token, [N, ...] each: 0 in skipped rows."""
+        scatter, loss_sum = self._row_index.scatter, self._row_index.nan_if_wrong(self._loss_sum)
+        return loss_sum, {name: scatter(torch.cat([part[name] for part in self._metrics])) for name in self._metrics[0]}
+
+
+def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:
+    """Check what the caller's loss returned."""
+    if isinstance(result, tuple) and len(result) != 2:
+        raise TypeError(f"loss must return a tensor [n], or a pair of it and a dict, got a tuple of {len(result)}")
+    losses, metrics = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(losses, Tensor):
+        raise TypeError(f"loss must return a tensor [n], or a pair of it and a dict, got {type(losses).__name__}")
+    if losses.shape != (num_tokens,):
+        raise ValueError(
+            f"loss must return one number for each of its {num_tokens} tokens, [n], got {tuple(losses.shape)}: "
+            "the sum is taken outside, and a token's loss must not depend on other tokens"
+        )
+    if losses.dtype != torch.float32:
+        raise TypeError(f"loss must return float32, got {losses.dtype}")
+    if not isinstance(metrics, dict):
+        raise TypeError(f"loss must return a dict of metrics beside its losses, got {type(metrics).__name__}")
+    for name, metric in metrics.items():
+        if not isinstance(metric, Tensor) or metric.shape[:1] != (num_tokens,):
+            got = type(metric).__name__ + (f" of shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else "")
+            raise ValueError(f"metric {name!r} must be a tensor [n, ...] for n = {num_tokens} tokens, got {got}")
+    return losses, metrics
+
+
+def check_graph(loss_sum: Tensor, outputs: Mapping[str, Tensor]) -> None:
+    """Check that the loss depends on outputs only: the gradients of other leaves would be lost."""
+    if not loss_sum.requires_grad:
+        names = ", ".join(outputs)
+        raise ValueError(f"loss must return losses that depend on one of the outputs {names}, got one without a graph")
+    output_ids = {id(output) for output in outputs.values()}
+    nodes, seen = [loss_sum.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in output_ids:
+            raise ValueError(
+                f"loss must not depend on other tensors that require grad, got one of shape {tuple(leaf.shape)}: "
+                "only hidden and weight get a gradient"
+            )
+        nodes += [next_node for next_node, _ in node.next_functions]

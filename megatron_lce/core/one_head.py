@@ -1,0 +1,187 @@
+"""One head as a source of the passes: statistics of the vocabulary, outputs, and gradients of its logits.
+
+The statistics of some tokens are launched at once, and fill the cache, if any; the ranks exchange extremes, then sums.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core import collectives
+from megatron_lce.core.call import Call
+from megatron_lce.core.call_plan import Plan
+from megatron_lce.core.candidates import CandidateGradients, candidate_gradients, candidate_logprobs
+from megatron_lce.core.collectives import Pending
+from megatron_lce.core.logits_at import csr_from_dense, logits_over_group
+from megatron_lce.core.logits_cache import LogitsCache, new_cache
+from megatron_lce.core.options import (
+    DIFFERENTIABLE_OUTPUTS,
+    DIFFERENTIABLE_SCALARS,
+    LinearCrossEntropyOutput,
+    new_outputs,
+)
+from megatron_lce.core.plan import HeadSize, slices
+from megatron_lce.core.row_index import RowIndex
+from megatron_lce.core.rows import RowInputs, RowSoftmax
+from megatron_lce.core.statistics import merge_extremes, new_empty_stats
+from megatron_lce.core.tokens import TokenBlock
+
+
+@dataclass
+class OneHead:
+    """Some rows of one head, a `Source`; a field is None until its number of tokens or its values are known."""
+
+    name: ClassVar[str] = "linear_cross_entropy"
+    output_type: ClassVar[type] = LinearCrossEntropyOutput
+    differentiable: ClassVar[tuple[str, ...]] = DIFFERENTIABLE_OUTPUTS
+    kept: ClassVar[tuple[str, ...]] = ("rows", "softmax", "ids", "log_p")
+    teacher: ClassVar[None] = None
+
+    call: Call
+    rows: RowInputs | Any = None
+    hidden: Pending | Any = None  # [N, H] of a block
+    labels: Tensor | None = None  # [N] global, with candidates
+    ids: Tensor | None = None  # [N, K] global, of candidates
+    log_p: Tensor | Any = None  # [N, K] base 2, of candidates: their logits, until outputs are written
+    cache: LogitsCache | None = None  # of these rows, or of one block after the other
+    # Extremes and sums of rows whose outputs are not written, in one list of all rows and their blocks.
+    merged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    softmax: RowSoftmax | Any = None
+    terms: Tensor | Any = None  # [6 or 7, N] fp32, `RowTerms`
+    has_grad: Tensor | Any = None
+    entropy: bool = False  # it has an upstream gradient
+    candidates: CandidateGradients | None = None  # they replace the gradients of the candidates' products
+    cached: Tensor | None = None  # [N, C] finished gradients
+
+    @property
+    def size(self) -> HeadSize:
+        return self.call.size
+
+    def with_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> Self:
+        call, source = self.call, replace(self, rows=rows)
+        if call.candidates is not None:
+            source.labels, source.ids = row_index.select(call.labels), row_index.select(call.candidates)
+            source.log_p = torch.empty_like(source.ids, dtype=torch.float32)
+        if plan.cache_tokens:
+            num_tokens = min(plan.cache_tokens, row_index.count)
+            source.cache = new_cache(call.size, num_tokens, call.shard.num_columns, call.hidden)
+        return source
+
+    def subset(self, index: slice | Tensor) -> Self:
+        of_rows = {name: getattr(self, name) for name in ("labels", "ids", "log_p")}
+        some = replace(self, rows=self.rows.select(index), cache=None, cached=None)
+        for name, tensor in of_rows.items():
+            setattr(some, name, None if tensor is None else tensor[index])
+        if self.terms is not None:
+            some.terms = self.terms[:, index]
+            some.candidates = None if self.candidates is None else self.candidates.select(index)
+        return some
+
+    def of_block(self, *blocks: TokenBlock) -> Self:
+        (block,) = blocks
+        rows, num_rows, of_block = block.row_slice, self.rows.labels.shape[0], self.subset(block.row_slice)
+        of_block.hidden = block.hidden
+        if self.cache is not None:
+            is_shared = self.cache.exp.shape[0] < num_rows  # by the blocks
+            of_block.cache = self.cache.select(slice(0, block.num_tokens) if is_shared else rows)
+        if self.cached is not None:
+            of_block.cached = self.cached[rows]
+            self.cached = self.cached if rows.stop < num_rows else None  # freed as early as possible
+        return of_block
+
+    def parts_with_stats(self, plan: Plan) -> Iterator[Self]:
+        call, hidden, shard = self.call, self.hidden.wait(), self.call.shard
+        for tokens in slices(hidden.shape[0], plan.stats_tokens):
+            stats = call.backend.softmax_stats(
+                hidden[tokens],
+                call.weight[: shard.num_columns],
+                self.rows.select(tokens),
+                call.options,
+                vocab_start=shard.start,
+                cache=None if self.cache is None else self.cache.select(tokens),
+                max_copied_columns=plan.stats_columns,
+            )
+            self.merged.append(merged_over_group(stats, call))
+            del stats  # of chunks
+        if self.ids is not None:
+            logits = logits_over_group(hidden, csr_from_dense(self.ids), self.rows, call)
+            self.log_p.copy_(logits.view(self.ids.shape))
+        yield self
+
+    def outputs(self) -> LinearCrossEntropyOutput:
+        call, merged, rows, backend = self.call, self.merged, self.rows, self.call.backend
+        options = call.options
+        if not merged:
+            stats = new_empty_stats(0, options.entropy, options.telemetry, call.hidden.device)
+            merged.append(backend.merge_chunks(stats, stats, 0, options.entropy, options.telemetry))
+        extremes, sums = (
+            merged[0] if len(merged) == 1 else (torch.cat(each, dim=1) for each in zip(*merged, strict=True))
+        )
+        merged.clear()
+        outputs = new_outputs(rows.labels.shape[0], options, call.hidden, self.ids)
+        self.softmax = backend.write_outputs(extremes, sums, rows, options, outputs)
+        if self.ids is not None and self.labels is not None:
+            out = outputs.candidate_logprobs
+            self.log_p = candidate_logprobs(self.log_p, self.ids, self.labels, rows, self.softmax, out)
+            self.labels = None
+        return outputs
+
+    def find_terms(self, upstream: dict[str, Tensor | None]) -> None:
+        call, rows, ids, log_p, grad = self.call, self.rows, self.ids, self.log_p, upstream["candidate_logprobs"]
+        backend = call.backend
+        if ids is not None and grad is not None:
+            grad = grad.float().masked_fill(ids < 0, 0.0)
+            lse_upstream = 0.0 if upstream["lse"] is None else upstream["lse"].float()
+            upstream = {**upstream, "lse": lse_upstream - grad.sum(dim=1)}
+        differentiable = [upstream[name] for name in DIFFERENTIABLE_SCALARS]
+        self.terms, self.has_grad = backend.row_terms(rows, self.softmax, differentiable, call.options)
+        self.entropy = upstream["entropy"] is not None
+        if ids is not None and grad is not None:
+            # An id of no rank makes the gradient NaN, as a label does.
+            unknown = (log_p.isnan() & (ids >= 0)).any(dim=1)
+            self.terms[2].masked_fill_(unknown & ~rows.ignored, torch.nan)
+            self.candidates = candidate_gradients(grad, ids, log_p, rows, self.softmax, self.terms, call)
+            self.has_grad = self.has_grad | (grad != 0).any(dim=1)
+        self.ids = self.log_p = None
+        if self.cache is not None:
+            backend.grad_logits_from_cache(self.cache, rows, self.terms, call.options, entropy=self.entropy)
+            if self.candidates is not None:
+                backend.write_columns(self.cache.exp, *self.candidates)
+            self.cached, self.cache = self.cache.exp, None
+
+    def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
+        """Recompute the logits of a slab, and write their gradients."""
+        backend = self.call.backend
+        backend.grad_logits(
+            self.hidden.wait()[token_slice],
+            self.call.weight[col_slice],
+            self.rows.select(token_slice),
+            self.terms[:, token_slice],
+            grad,
+            self.call.options,
+            slab_start=col_slice.start,
+            entropy=self.entropy,
+        )
+        if self.candidates is not None:
+            candidates = self.candidates.select(token_slice)
+            backend.write_columns(grad, candidates.columns - col_slice.start, candidates.grad)
+
+
+def merged_over_group(stats: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Merge statistics [chunks, K, N] of all shards: the ranks exchange extremes, then sums.
+
+    The backend's `merge_chunks` returns integer sums, whose bits do not depend on the order (`core.statistics`).
+    """
+    group, entropy, telemetry = call.options.tp_group, call.options.entropy, call.options.telemetry
+    if call.shard.num_columns == 0:
+        stats = new_empty_stats(stats.shape[2], entropy, telemetry, stats.device)
+    all_extremes = stats
+    if group is not None:
+        all_extremes = collectives.all_gather_stack(merge_extremes(stats, telemetry), group)
+    extremes, sums = call.backend.merge_chunks(stats, all_extremes, call.shard.num_columns, entropy, telemetry)
+    if group is not None:
+        collectives.all_reduce_sum(sums, group)
+    return extremes, sums

@@ -1,0 +1,235 @@
+"""The order of events of every operation over the whole vocabulary: one forward, one backward, one autograd function.
+
+Forward takes statistics block by block, and at the end writes all outputs. Where the caller's loss is known, each block
+goes from statistics to gradients at once: autograd gives the upstream gradients of the loss of its rows, and two matrix
+products add the block to the gradients of hidden and weight, which `known_loss` scales in backward. Otherwise backward
+starts from the upstream gradients of all rows.
+
+A block's hidden gradient is reduced over the group while its last product for the weight runs; the pass returns when
+all are reduced. If rows are skipped, sequence shards are gathered and scattered whole; `skip_ignored=True` also takes a
+collective and a host wait in each pass.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core.call import Call, check_backward
+from megatron_lce.core.call_plan import Plan, plan_call
+from megatron_lce.core.divergence_types import Head
+from megatron_lce.core.head_gradients import HeadGradients
+from megatron_lce.core.losses import Losses
+from megatron_lce.core.matmul import without_autocast
+from megatron_lce.core.plan import HeadSize
+from megatron_lce.core.row_index import RowIndex
+from megatron_lce.core.rows import RowInputs
+from megatron_lce.core.tokens import TokenBlock, Tokens, tokens_in_blocks
+
+
+class Source(Protocol):
+    """What one head and two heads differ in, for some rows: all computed ones, or a block's. A dataclass."""
+
+    name: ClassVar[str]
+    output_type: ClassVar[type[Any]]  # a named tuple
+    differentiable: ClassVar[tuple[str, ...]]  # its fields with a gradient
+    kept: ClassVar[tuple[str, ...]]  # fields from forward to backward, with tensors that autograd saves
+    call: Call
+    rows: RowInputs | Any  # None until `with_rows`
+    cached: Tensor | None  # as in `GradLogits`
+
+    @property
+    def teacher(self) -> Head | Any: ...
+
+    @property
+    def size(self) -> HeadSize: ...
+
+    @property
+    def has_grad(self) -> Tensor | Any:
+        """A mask [N] of rows with a nonzero gradient, known with the terms."""
+
+    def with_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> Self:
+        """Return the source of these rows, with room for what is kept of them."""
+
+    def subset(self, index: slice | Tensor) -> Self:
+        """Return some of the rows."""
+
+    def of_block(self, *blocks: TokenBlock) -> Self:
+        """Return the rows of a block, with their hidden states: `GradLogits`. The last one takes the cache along."""
+
+    def parts_with_stats(self, plan: Plan) -> Iterator[Self]:
+        """Fill the block's statistics: launches and exchanges. Yield rows as soon as theirs are complete."""
+
+    def outputs(self) -> Any:
+        """Write the outputs of rows with statistics."""
+
+    def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
+        """Recompute a slab of the block's logits, and write their gradients, as in `GradLogits`."""
+
+    def find_terms(self, upstream: dict[str, Tensor | None]) -> None:
+        """Turn upstream gradients into terms, which any logit's gradient follows from, and kept logits into it."""
+
+
+class Forward(NamedTuple):
+    """Results of a forward pass."""
+
+    outputs: Any  # [N, ...] each: 0 in skipped rows
+    source: Source  # of all computed rows
+    row_index: RowIndex  # in the caller's order
+    plan: Plan
+    head_grads: HeadGradients | None  # of the sum of a known loss
+
+
+@torch.no_grad()
+def forward(source: Source, needs: Sequence[bool], losses: Losses | None = None) -> Forward:
+    """Compute outputs and, with a caller's loss, its sum and gradients; `needs`: gradients of hidden and weight."""
+    call, options, head_grads = source.call, source.call.options, None
+    # Launched before the host waits for the number of rows, if it does.
+    rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
+    row_index = RowIndex.from_labels(call.labels, options)
+    plan = _plan(source, row_index, needs, logits_cache_bytes=options.logits_cache_bytes, known_loss=losses is not None)
+    tokens = _tokens(source, row_index, plan, None if losses is None else unscaled_dtype(call))
+    block_index = tokens[0].row_index  # in the order of the blocks
+    source = source.with_rows(block_index.select_rows(rows), block_index, plan)
+    if losses is not None:
+        losses.select(block_index)
+        if any(needs):
+            keep_fp32_sum = keeps_fp32_weight_sum(call) or tokens[0].num_blocks > 1
+            head_grads = HeadGradients(tokens[0], call, plan, needs, keep_fp32_sum=keep_fp32_sum)
+    # Blocks of all heads: every gather starts first, because ranks must run collectives in one order. Unpacked at once:
+    # `zip` would keep the first tuple, and so its hidden states.
+    for block, *of_teacher in zip(*(of_head.blocks() for of_head in tokens), strict=True):
+        block_source = source.of_block(block, *of_teacher)
+        for part in block_source.parts_with_stats(plan):
+            if losses is not None:
+                upstream = losses.add(part.outputs(), part.rows.ignored)
+                if head_grads is not None:
+                    part.find_terms(upstream)
+        if head_grads is not None:
+            head_grads.add_block(block, block_source)
+    outputs = source.outputs() if losses is None else losses.outputs(source.subset(slice(0, 0)).outputs)
+    return Forward(block_index.scatter_outputs(outputs), source, row_index, plan, head_grads)
+
+
+class VocabularyFunction(torch.autograd.Function):
+    """Per-token outputs of a source over a vocab-sharded weight.
+
+    hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
+    weight  this rank's shard                          -> its gradient is complete on this rank
+    Saves a few floats per token, two dozen of two heads, and a cache of `logits_cache_bytes`, instead of N x V logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, source: Any, grad_enabled: bool) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[:2] if grad_enabled else (False, False)
+        with without_autocast(hidden.device, f"{source.name} forward"):
+            outputs, source, row_index, plan, _ = forward(source, needs)
+        for output in flat(outputs):
+            if output is not None:
+                output.resize_((*source.call.shape, *output.shape[1:]))  # a view could not be changed in place
+        ctx.set_materialize_grads(False)
+        if grad_enabled:
+            fields = {name: getattr(source, name) for name in source.kept}
+            kept, ctx.types = flat(fields.values()), {name: type(field) for name, field in fields.items()}
+            # Autograd cannot save inference tensors, which do not change outside inference mode.
+            saved = [leaf if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in kept]
+            ctx.save_for_backward(hidden, weight, row_index.index, *saved)
+            ctx.unsaved = [leaf if tensor is None else None for leaf, tensor in zip(kept, saved, strict=True)]
+            ctx.source = replace(source, call=source.call.without_tensors(), **dict.fromkeys(source.kept))
+            ctx.name, ctx.num_tokens, ctx.plan = source.name, row_index.num_tokens, plan
+        others = (output for name, output in outputs._asdict().items() if name not in source.differentiable)
+        ctx.mark_non_differentiable(*(output for output in others if isinstance(output, Tensor)))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_backward(ctx.name, *grad_outputs)
+        if ctx.source is None:
+            raise RuntimeError(
+                f"a second backward through {ctx.name} needs logits_cache_bytes=0: "
+                "the first one turned the kept logits into gradients in place"
+            )
+        hidden, weight, index, *saved = ctx.saved_tensors
+        kept = iter(leaf if tensor is None else tensor for leaf, tensor in zip(ctx.unsaved, saved, strict=True))
+        fields = {
+            name: of(*islice(kept, len(of._fields))) if issubclass(of, tuple) else next(kept)
+            for name, of in ctx.types.items()
+        }
+        source = replace(ctx.source, call=ctx.source.call.with_tensors(hidden, weight), **fields)
+        call, plan, needs = source.call, ctx.plan, ctx.needs_input_grad[:2]
+        with without_autocast(hidden.device, f"{ctx.name} backward"):
+            tokens = _tokens(source, RowIndex(ctx.num_tokens, index), plan)
+            row_index = tokens[0].row_index
+            upstream = dict.fromkeys(source.output_type._fields)
+            for name, grad in zip(upstream, grad_outputs, strict=True):
+                if grad is not None:
+                    upstream[name] = row_index.select(grad.reshape(ctx.num_tokens, *grad.shape[len(call.shape) :]))
+            if plan.cache_tokens:
+                ctx.source = None
+            source.find_terms(upstream)
+            if not plan.cache_tokens and call.options.skip_ignored is True:
+                grad_index = RowIndex.from_mask(source.has_grad, call.options.tp_group).index
+                if grad_index is not None:
+                    source, row_index = source.subset(grad_index), row_index.subset(grad_index)
+                    plan = _plan(source, row_index, needs)
+                    tokens = _tokens(source, row_index, plan)
+            head_grads = HeadGradients(tokens[0], call, plan, needs)
+            for block, *of_teacher in zip(*(of_head.blocks() for of_head in tokens), strict=True):
+                head_grads.add_block(block, source.of_block(block, *of_teacher))
+            return *head_grads.results(), None, None
+
+
+def outputs_with_gradient(source: Source) -> Any:
+    """Return the outputs, of `call.shape`, with a gradient."""
+    call = source.call
+    grad_enabled = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
+    return source.output_type(*VocabularyFunction.apply(call.hidden, call.weight, source, grad_enabled))
+
+
+def flat(values: Iterable[Any]) -> list[Any]:
+    """Return values, those in tuples one by one."""
+    return [leaf for value in values for leaf in (value if isinstance(value, tuple) else (value,))]
+
+
+def _plan(
+    source: Source,
+    row_index: RowIndex,
+    needs: Sequence[bool],
+    *,
+    logits_cache_bytes: int = 0,
+    known_loss: bool = False,
+) -> Plan:
+    call = source.call
+    return plan_call(
+        source.size,
+        row_index.count,
+        call.shard.num_columns,
+        call.options.workspace_bytes,
+        known_loss=known_loss,
+        keeps_fp32_sum=known_loss and keeps_fp32_weight_sum(call),
+        logits_cache_bytes=logits_cache_bytes,
+        needs_grad=any(needs),
+        needs_weight=needs[1],
+    )
+
+
+def _tokens(
+    source: Source, row_index: RowIndex, plan: Plan, grad_dtype: torch.dtype | None = None
+) -> tuple[Tokens, ...]:
+    """Return the tokens of each head."""
+    hiddens = (source.call.hidden,) if source.teacher is None else (source.call.hidden, source.teacher.hidden)
+    block_tokens, options = plan.block_tokens, source.call.options
+    return tuple(tokens_in_blocks(hidden, row_index, block_tokens, options, grad_dtype) for hidden in hiddens)
+
+
+def unscaled_dtype(call: Call) -> torch.dtype:
+    """Return the dtype of the hidden gradient of a known loss: fp32 for fp16, whose range it may exceed."""
+    return torch.float32 if call.hidden.dtype == torch.float16 else call.hidden.dtype
+
+
+def keeps_fp32_weight_sum(call: Call) -> bool:
+    """Return whether even the weight gradient of a single block is kept in fp32 until a known loss scales it."""
+    return call.options.weight_grad_sink is not None or call.weight.dtype == torch.float16
