@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 import megatron_lce
 from benchmark import measure, te_loss
-from benchmark.ours import cache_bytes
 from benchmark.providers import Provider
 from benchmark.results import Results
 from scripts import megatron_runtime
@@ -161,8 +160,8 @@ def chosen(
         use_fused_linear_ce=variant.startswith("ours"),
         on_unsupported="raise",
         skip_masked=variant.endswith("-skip"),
-        known_loss=variant.startswith("ours-known"),
-        logits_cache_bytes=cache_bytes(tokens, args.vocab // args.tp, 1) if variant == "ours-cached" else 0,
+        known_loss=True if variant.startswith("ours-known") else None,
+        logits_cache_bytes={"ours": None, "ours-skip": None, "ours-cached": 2**62}.get(variant, 0),
     )
     assert handle.enabled == (variant.startswith("ours") and parallel_state.is_pipeline_last_stage()), handle.reasons
     try:

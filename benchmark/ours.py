@@ -8,7 +8,7 @@ from torch import Tensor
 
 import megatron_lce
 from benchmark.shapes import Inputs
-from megatron_lce.api.linear_token_loss import linear_token_losses
+from megatron_lce.api.model_loss import model_loss
 from megatron_lce.core.known_loss import UpstreamCheck
 from megatron_lce.core.options import WORKSPACE_BYTES
 
@@ -20,17 +20,17 @@ Step = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # outputs, and the gradien
 class Ours:
     """One way to call our head.
 
-    cache_fraction  `logits_cache_bytes` as a part of the 16-bit logits
+    cache_bytes     `logits_cache_bytes`
     token_loss      `linear_token_loss`, which is told the upstream gradients in forward; without a cache
-    known_loss      as the flag's: losses per token, whose upstream is to be one number; mode sft alone
+    known_loss      as the flag's: losses per token, whose upstream is to be one number; without a cache, mode sft alone
     """
 
-    cache_fraction: float = 0.0
+    cache_bytes: int | None = None
     workspace_bytes: int = WORKSPACE_BYTES
     skip_ignored: bool | int = False
     token_loss: bool = False
     known_loss: bool = False
-    _upstream_check: UpstreamCheck = field(default_factory=UpstreamCheck)
+    _upstream: UpstreamCheck = field(default_factory=lambda: UpstreamCheck(known=True))
 
     def step(self, inputs: Inputs, mode: str) -> Step:
         keywords: dict[str, Any] = {"entropy": mode in ("fwd", "rl"), "workspace_bytes": self.workspace_bytes}
@@ -46,12 +46,11 @@ class Ours:
                 gradients = torch.autograd.grad(total, tensors[:2])
             elif self.known_loss:
                 assert mode == "sft"
-                losses, _ = linear_token_losses(*tensors, self._upstream_check, **keywords)
+                losses, _ = model_loss(*tensors, upstream=self._upstream, logits_cache_bytes=0, **keywords)
                 outputs = (losses.mean(),)
                 gradients = torch.autograd.grad(outputs, tensors[:2])
             else:
-                cache = cache_bytes(len(inputs.labels), len(inputs.weight), self.cache_fraction)
-                out = megatron_lce.linear_cross_entropy(*tensors, logits_cache_bytes=cache, **keywords)
+                out = megatron_lce.linear_cross_entropy(*tensors, logits_cache_bytes=self.cache_bytes, **keywords)
                 outputs = as_mode(mode, out.logprobs, out.entropy)
                 gradients = gradients_of(outputs, inputs, mode)
         return outputs, gradients
@@ -76,8 +75,3 @@ def as_mode(mode: str, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor
     if mode == "sft":
         return (-logprobs.mean(),)
     return (logprobs,) if entropy is None else (logprobs, entropy)
-
-
-def cache_bytes(tokens: int, vocab: int, fraction: float) -> int:
-    """`logits_cache_bytes` for a fraction of the 16-bit logits; for the whole, with room for what goes with them."""
-    return int(2 * tokens * (vocab * 1.02 + 64 if fraction == 1 else vocab * fraction))

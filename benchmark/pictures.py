@@ -105,7 +105,7 @@ def training(document: dict) -> Any:
         "native": ("Megatron, fused cross-entropy", GREY),
         "native-again": ("Megatron, sums in another order", DARK),
     }
-    names |= {"flag": STEPS["ours"], "known": STEPS["ours-known"]}
+    names |= {"flag": STEPS["ours"], "known": STEPS["ours-known"], "flag-0": STEPS["ours-known"]}
     native = runs["native"]["losses"]
     above.plot(range(1, len(native) + 1), native, color=GREY, linewidth=5, label=names["native"][0])
     for name in (name for name in names if name in runs and name != "native"):

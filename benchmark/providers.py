@@ -164,15 +164,15 @@ def _load_verl() -> Head:
 _GRADIENT = ("rl", "logprob", "sft")
 _KNOWN_LOSS = {"modes": _GRADIENT, "missing": "is about gradients", "parallel": True}
 _ONE_NUMBER = {"modes": ("sft",), "missing": "is about one upstream gradient for all tokens", "parallel": True}
-_CACHED = {"modes": _GRADIENT, "missing": "a cache is kept for backward only", "parallel": True, "holds_logits": True}
 _NO_ENTROPY = {"modes": ("logprob", "sft"), "missing": "gives no entropy"}
 _LOGITS = {**_NO_ENTROPY, "holds_logits": True, "parallel": True}
 
 PROVIDERS = {
     provider.name: provider
     for provider in (
-        Provider("ours", Ours, parallel=True),
-        Provider("ours-cached", partial(Ours, 1), **_CACHED),
+        Provider("ours", Ours, parallel=True, holds_logits=True),
+        Provider("ours-0", partial(Ours, 0), parallel=True),
+        Provider("ours-cached", partial(Ours, 2**62), parallel=True, holds_logits=True),
         Provider("ours-token-640", partial(Ours, workspace_bytes=640 * MIB, token_loss=True), **_KNOWN_LOSS),
         Provider("ours-known-640", partial(Ours, workspace_bytes=640 * MIB, known_loss=True), **_ONE_NUMBER),
         Provider("eager", lambda: _eager_head, holds_logits=True),

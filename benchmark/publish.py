@@ -1,7 +1,7 @@
 """Tables and pictures of README and docs, from committed results: `python -m benchmark.publish` writes all of them.
 
-A page has a table's place between `<!-- table: NAME -->` and `<!-- end -->`; NAME is an entry of `TABLES`, or of
-`UNMEASURED`. Pictures go to docs/images/NAME.png; NAME is an entry of `PICTURES`. Each entry names its file of
+A page has a table's place between `<!-- table: NAME -->` and `<!-- end -->`; NAME is an entry of `TABLES`, or
+`commands`. Pictures go to docs/images/NAME.png; NAME is an entry of `PICTURES`. Each entry names its file of
 benchmark/results. To publish a new measurement, commit its JSON and run
 this program; `tests/test_docs.py` fails if a page differs from its results.
 """
@@ -18,8 +18,6 @@ from typing import Any
 
 from benchmark import pictures
 from benchmark.results import extra_gib, grouped, limits_ms, load, measured, products_ms
-from benchmark.shapes import NAMED_SHAPES
-from megatron_lce.command.estimate import CACHED, FUSED, KNOWN_LOSS, OURS, TE, HeadStep, estimate_table, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmark" / "results", ROOT / "docs" / "images"
@@ -146,22 +144,6 @@ def policy(document: dict, sizes: slice = slice(None)) -> str:
     return table(document, "head of a policy update: ms, GiB", "policy", "provider", POLICY, columns)
 
 
-def which_option() -> str:
-    """Peaks of Qwen3-8B's head, and the options of the fewest matmuls within Megatron's memory, as `estimate` says."""
-    shape, lines = NAMED_SHAPES["S1"], []
-    for tp in (1, 2, 4, 8):
-        options = {"sequence_parallel": tp > 1, "main_grad": True, "entropy": False}
-        step = partial(HeadStep, hidden_size=shape.hidden, columns=shape.vocab // tp, tp=tp, **options)
-        of_tokens = {tokens: estimate_table(step(tokens)) for tokens in (8192, 16384)}
-        peaks = {row["head"]: f"{row['peak_mib'] / 1024:.1f}" for row in of_tokens[8192]}
-        chosen = [verdict(rows).partition("Recommended: ")[2] for rows in of_tokens.values()]
-        names = ["`known_loss`" if KNOWN_LOSS in x else "full cache" if "cached" in x else "default" for x in chosen]
-        heads = (FUSED, TE, OURS, KNOWN_LOSS, CACHED)
-        lines.append([f"TP={tp}", *(peaks[head] for head in heads), *names])
-    header = ["peak in GiB, 8,192 tokens", "Megatron, fused", "TransformerEngine's", "default", "`known_loss`"]
-    return markdown([*header, "full cache", "take", "take at 16,384"], lines)
-
-
 def heads(document: dict) -> str:
     """Of one GPU, with those of four; in front the sum of their three products."""
     shapes = {"TP=1": (document, "S1"), "TP=4": (result("heads_tp"), "16384x4096x151936 TP=4")}
@@ -208,8 +190,8 @@ def fill(page: str) -> str:
     """The page with its tables made anew."""
 
     def made(place: re.Match[str]) -> str:
-        if place[2] in UNMEASURED:
-            return f"{place[1]}\n{UNMEASURED[place[2]]()}\n{place[3]}"
+        if place[2] == "commands":
+            return f"{place[1]}\n{commands()}\n{place[3]}"
         file, make = TABLES[place[2]]
         return f"{place[1]}\n{make(result(file))}\n{place[3]}"
 
@@ -230,9 +212,6 @@ def commands() -> str:
             lines.append(f"{program} -m benchmark.run {shlex.join(run['command'])}")
     wrap = partial(textwrap.wrap, width=116, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
     return "```bash\n" + "".join(" \\\n".join(wrap(line)) + "\n" for line in lines) + "```\n"
-
-
-UNMEASURED = {"commands": commands, "which_option": which_option}
 
 
 def pages() -> list[Path]:

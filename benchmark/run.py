@@ -23,8 +23,8 @@ from benchmark.shapes import DTYPES, WrongArgument, choose, parse_heads, parse_s
 from scripts.arguments import TRANSFORMER_IMPLS, HelpFormatter
 from scripts.ranks import device_of_rank
 
-VARIANTS = ("native", "native-fused", "te", "te-overwrite", "ours", "ours-known", "ours-cached", "ours-skip")
-VARIANTS += ("ours-known-skip",)
+VARIANTS = ("native", "native-fused", "te", "te-overwrite", "ours", "ours-skip", "ours-0")
+VARIANTS += ("ours-known", "ours-known-skip", "ours-cached")
 POLICY_HEADS = ("verl", "verl-kernel", "ours-skip", "ours-token-skip")
 EXTRAS = {"megatron": "megatron", "tokenizers": "scripts"}  # where pyproject.toml names a package
 
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     order: int = 0  # the text's and the weights' own; else the seed of a shuffle
 
 
-RUNS = {"native": Run("native-fused"), "flag": Run("ours"), "known": Run("ours-known")}
+RUNS = {"native": Run("native-fused"), "flag": Run("ours"), "flag-0": Run("ours-0")}
 RUNS["native-again"] = Run("native-fused", order=1)
 
 
@@ -125,7 +125,7 @@ OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's o
 TURNS = {"rounds": str(results.ROUNDS), "budget_ms": "100"}
 HEAD = TURNS | {
     "shapes": ("S1,S2,S3", "64x128x1000"), "modes": "rl,sft",
-    "providers": ("ours,ours-cached,ours-token-640,ours-known-640,megatron,te,compile", "ours,eager"),
+    "providers": ("ours,ours-0,ours-token-640,ours-known-640,megatron,te,compile", "ours,eager"),
     "error_shape": ("2048x1024x32768", "64x128x1000"),
     "memory_tokens": "", "memory_modes": "", "tp": "1",
 }

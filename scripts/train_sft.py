@@ -84,7 +84,6 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
         use_fused_linear_ce=args.use_fused_linear_ce,
         workspace_bytes=workspace_bytes,
         skip_masked=True,
-        known_loss=True,
     )
     step = partial(forward_step, device=device)
     if args.use_fused_linear_ce and args.loss == "token":

@@ -79,11 +79,13 @@ def token_loss(device: torch.device, dtype: torch.dtype = BF16, **options: Any) 
 
 
 def known_loss(device: torch.device) -> list[Tensor]:
-    from megatron_lce.api.linear_token_loss import linear_token_losses
+    from megatron_lce.api.model_loss import model_loss
     from megatron_lce.core.known_loss import UpstreamCheck
 
     hidden, weight, labels = head(device)
-    return backward(linear_token_losses(hidden, weight, labels, UpstreamCheck(), backend="triton")[0], hidden, weight)
+    upstream = UpstreamCheck(known=True)
+    losses, _ = model_loss(hidden, weight, labels, upstream=upstream, logits_cache_bytes=0, backend="triton")
+    return backward(losses, hidden, weight)
 
 
 def jsd(device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list[Tensor]:

@@ -47,7 +47,7 @@ def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
     output = tmp_path / "megatron_step.json"
     sizes = "--tokens 32 --sequence-length 16 --layers 2 --hidden 32 --heads 4 --vocab 96"
     masked = "0.5" if dtype == "bf16" else "0"
-    ours = {"ours", "ours-skip", "ours-cached", "ours-known", "ours-known-skip"}
+    ours = {"ours", "ours-skip", "ours-0"}
     variants = ",".join(["native", "native-fused", "te", *ours])
     arguments = f"{layout} {sizes} --dtype {dtype} --device cpu --masked {masked} --variants {variants} --rounds 1"
     run_ranks(2, "benchmark.run", "megatron_step", *arguments.split(), "--json", output)
@@ -117,7 +117,7 @@ def test_a_samplers_rows_beside_the_product():
 def test_heads_of_two_ranks_are_right_and_take_turns(tmp_path):
     pytest.importorskip("megatron.core")
     output = tmp_path / "heads.json"
-    providers = "ours,ours-cached,ours-token-640,ours-known-640,megatron,te,eager"
+    providers = "ours,ours-0,ours-token-640,ours-known-640,megatron,te,eager"
     arguments = "--tp 2 --shapes 16x8x64 --error-shape 16x8x64 --dtype fp32 --device cpu --rounds 1 --budget-ms 0"
     run_ranks(2, "benchmark.run", "head", *arguments.split(), "--providers", providers, "--json", output)
     document = json.loads(output.read_text())

@@ -28,16 +28,6 @@ import megatron_lce
 from benchmark import publish
 from benchmark.results import extra_gib, measured
 from megatron_lce import __main__ as commands
-from megatron_lce.command.estimate import (
-    KNOWN_LOSS,
-    TE,
-    UNLIMITED_CACHE,
-    HeadStep,
-    default_cost,
-    estimate_table,
-    known_loss,
-    verdict,
-)
 from scripts import megatron_runtime
 from tests import megatron_world
 
@@ -264,32 +254,6 @@ def test_sentences_beside_the_tables_hold():
         )
         assert ours["time_ms"] <= 1.1 * theirs["time_ms"]
         assert extra_gib(ours) <= 0.51 * extra_gib(theirs)
-
-
-@pytest.mark.parametrize(
-    ("tokens_over_h", "better"), [(1, "all logits cached"), (1.75, "all logits cached"), (4, "known_loss")]
-)
-@pytest.mark.parametrize(("hidden", "vocab"), [(4096, 151936), (5120, 151936), (8192, 128256)])
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_estimate_recommends_what_the_options_page_says(tokens_over_h, better, hidden, vocab, tp):
-    tokens = int(tokens_over_h * hidden)
-    step = HeadStep(tokens, hidden, vocab // tp, tp, sequence_parallel=tp > 1, main_grad=True, entropy=False)
-    assert better in verdict(estimate_table(step)).partition("Recommended: ")[2]
-
-
-@pytest.mark.parametrize("tokens", [8192, 16384])
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_estimate_recommends_what_the_readme_says(tokens, tp):
-    """Of masked tokens; `known_loss` needs more memory than TransformerEngine's loss at TP=8 alone."""
-    options = {"sequence_parallel": tp > 1, "main_grad": True, "entropy": False}
-    rows = estimate_table(HeadStep(tokens, 4096, 151936 // tp, tp, ignored=0.6, **options))
-    assert "known_loss=True, 60% masked and skipped" in verdict(rows).partition("Recommended: ")[2]
-    peaks = {row["head"]: row["peak_mib"] for row in rows}
-    assert (peaks[KNOWN_LOSS] > peaks[TE]) == (tp == 8 and tokens == 8192)
-    # If masked tokens are skipped, the peaks of both options follow the rule of options.md for the unmasked ones.
-    skipping = HeadStep(tokens, 4096, 151936 // tp, tp, ignored=0.6, skip_ignored=True, **options)
-    cached, known = default_cost(skipping, UNLIMITED_CACHE), known_loss(skipping)
-    assert cached.peak_bytes < known.peak_bytes
 
 
 def test_the_citation_has_the_version():

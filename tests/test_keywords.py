@@ -7,7 +7,7 @@ from typing import get_type_hints
 from torch import Tensor
 
 import megatron_lce
-from megatron_lce.api.linear_token_loss import linear_token_losses
+from megatron_lce.api.model_loss import model_loss
 from megatron_lce.core.options import Options
 
 LABELS = {"ignore_index", "entropy", "telemetry", "candidates", "skip_ignored"}
@@ -32,7 +32,7 @@ def test_options_and_typed_keywords_are_those_of_the_operations():
     types = get_type_hints(Options)
     own, _ = keyword_only(megatron_lce.linear_cross_entropy)
     assert own == {field.name: (types[field.name], field.default) for field in fields(Options)}
-    assert [get_type_hints(other) for other in keyword_only(linear_token_losses)[1]] == [but(types, CACHE)]
+    assert [get_type_hints(other) for other in keyword_only(model_loss)[1]] == [types]
 
     of_logits = but(types, LABELS | CACHE)
     divergence = {name: hint for name, hint in types.items() if name in OF_DIVERGENCE} | {

@@ -18,6 +18,7 @@ from parity_cases import BITS, CASES, OF_IDS, OF_JSD, OF_TOKEN_LOSS
 from parity_of_budgets import run_planted_errors
 from parity_of_compat import run_calls, run_disagreements_of_compat, run_torchs_call
 from parity_of_errors import run_disagreements, run_errors
+from parity_of_known_losses import run_known_losses
 from parity_of_torch import run_async_tensor, run_cuda_graph, run_dtensors, run_fsdp
 from torch.distributed import ProcessGroup
 
@@ -94,6 +95,8 @@ def main() -> None:
         run_disagreements_of_compat(world, report)
     if dist.get_world_size() > 1:
         run_planted_errors(world, device, report)
+    if "triton" in available_backends():
+        run_known_losses(world, device, report)
     run_calls(world, device, report)
     run_calls(subgroup, device, report)
     run_torchs_call(world, device, report)

@@ -39,7 +39,7 @@ def linear_cross_entropy(
     logits_dtype: torch.dtype | None = None,
     candidates: Tensor | None = None,
     skip_ignored: bool | int = False,
-    logits_cache_bytes: int = 0,
+    logits_cache_bytes: int | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
     reduce_grad_hidden: bool = True,
     backend: BackendName = "auto",
@@ -87,14 +87,15 @@ def linear_cross_entropy(
             `candidate_logprobs` [..., K] are then filled, with a gradient: 0 at padding, NaN at an id that no rank
             owns. Cost: K products of length H a token, and about 100 bytes an id in addition to the workspace.
         skip_ignored: leave ignored rows out of products and statistics; the same on every rank. True: the host waits
-            once for the device to count them; backward, unless logits are kept, also leaves out rows whose upstream
-            gradients are all zero, and waits once more. An int: the number of rows that are not ignored; the host does
-            not wait, and every output is NaN if the labels have another number. False: all rows are computed.
-        logits_cache_bytes: if all logits fit, they are kept from forward, and backward recomputes none. Nothing is kept
-            with fp32 inputs, with telemetry under a softcap, or by the torch backend; a second backward raises if
-            something was. Cached logits have 16 bits, which shows in the entropy gradient of rows whose logits differ
-            by less than about 0.3. Pass the same value on every rank, as for workspace_bytes; do not derive it from
-            free memory.
+            once for the device to count them; backward also leaves out rows whose upstream gradients are all zero, and
+            waits once more. An int: the number of rows that are not ignored; the host does not wait, and every output
+            is NaN if the labels have another number. False: all rows are computed.
+        logits_cache_bytes: logits are kept from forward to backward, in 16 bits, all or none: then backward recomputes
+            none. `None`: all, where they take at most 8 H bytes a column of the largest shard, which is 4 H computed
+            rows. An int: all, if they fit in it. 0: none, the least memory. None are kept with fp32 inputs, by the
+            torch backend, and under a softcap with telemetry, a temperature tensor or a temperature of more than
+            softcap / 8. Kept logits show in the entropy gradient of rows whose logits differ by less than about 0.3.
+            Pass the same value on every rank; do not derive it from free memory.
         workspace_bytes: most memory of transient buffers, for any number of tokens. In addition, backward holds one
             fp32 accumulator: of the hidden-state gradient (4 N H bytes); or of the weight gradient (4 V_local H bytes;
             none with a sink), if the shard has fewer columns than there are tokens and the workspace holds its logits
@@ -111,7 +112,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
-        RuntimeError: in backward with `create_graph=True`; in a second backward after cached logits.
+        RuntimeError: in backward with `create_graph=True`.
     """
     options = Options(
         tp_group=tp_group,

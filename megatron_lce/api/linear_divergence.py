@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_lce.api.keywords import DivergenceLossOptions, DivergenceOptions
 from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, flat_per_token
 from megatron_lce.checks import validation
-from megatron_lce.checks.together import check_keywords, checked_together, reshape_outputs
+from megatron_lce.checks.together import check_keywords, checked_together
 from megatron_lce.core.collectives import wait_if_async
 from megatron_lce.core.divergence_types import KINDS, Head, Kind, LinearDivergenceOutput
 from megatron_lce.core.eager import eager
@@ -154,8 +154,7 @@ def linear_divergence_loss(
     results = sum_of_losses(name, heads, loss, flat_per_token(call, per_token))
     with without_autocast(call.hidden.device, name):
         check_tokens_apart(loss, results.sample, alternative="linear_divergence")
-    loss_sum = results.loss_sum
-    return DivergenceLoss(loss_sum, *reshape_outputs((results.outputs, results.metrics), call.shape))
+    return DivergenceLoss(results.loss_sum, results.outputs, results.metrics)
 
 
 def _prepare(

@@ -1,7 +1,4 @@
-"""Losses whose gradients are computed in forward, so that no logit is computed twice.
-
-`linear_token_loss` sums a caller's loss; `linear_token_losses` requires one upstream gradient for all tokens' losses.
-"""
+"""`linear_token_loss`: the sum of a caller's loss, with gradients computed in forward: no logit is computed twice."""
 
 import contextlib
 import functools
@@ -14,15 +11,15 @@ from torch import Tensor
 
 from megatron_lce.api.keywords import TokenLossOptions
 from megatron_lce.checks import validation
-from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, reshape_outputs
+from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_cuda_graph_capturing, wait_if_async
 from megatron_lce.core.eager import eager
-from megatron_lce.core.known_loss import UpstreamCheck, known_losses, sum_of_losses
+from megatron_lce.core.known_loss import sum_of_losses
 from megatron_lce.core.losses import Metrics, TokenLossFunction
 from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.one_head import OneHead
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.options import LinearCrossEntropyOutput
 
 _codes: set[frozenset[Any]] = set()  # code of losses that the host has checked to be per-token
 
@@ -90,7 +87,8 @@ def linear_token_loss(
     """
     per_token = tuple(wait_if_async(tensor) for tensor in per_token)
     name = "linear_token_loss"
-    with checked_together(name, hidden, weight, labels, keyword_options(options, TokenLossOptions)) as checks:
+    given = keyword_options(options, TokenLossOptions, logits_cache_bytes=0)
+    with checked_together(name, hidden, weight, labels, given) as checks:
         if "logits_cache_bytes" in options:
             raise TypeError(f"{name} has no keyword logits_cache_bytes: it keeps logits within workspace_bytes")
         check_keywords(name, options, TokenLossOptions)
@@ -101,33 +99,7 @@ def linear_token_loss(
     results = sum_of_losses(name, OneHead(call), loss, flat_per_token(call, per_token))
     with without_autocast(hidden.device, name):
         check_tokens_apart(loss, results.sample)
-    return TokenLoss(results.loss_sum, *reshape_outputs((results.outputs, results.metrics), call.shape))
-
-
-def linear_token_losses(
-    hidden: Tensor,  # [..., H]
-    weight: Tensor,  # [V_local, H]
-    labels: Tensor,  # [...]
-    upstream_check: UpstreamCheck,
-    loss: Callable[[LinearCrossEntropyOutput], Tensor] = lambda out: -out.logprobs,
-    **options: Unpack[TokenLossOptions],
-) -> tuple[Tensor, LinearCrossEntropyOutput]:
-    """The loss of each token, fp32 of labels' shape, in three products; and the outputs, without gradient.
-
-    `loss` treats each token for itself, and is 0 at ignored rows, whose outputs are 0; by default it is -log p(label).
-
-    Backward scales both gradients by the upstream gradient of the tokens that are not ignored, which must be one
-    number. In the first backward passes, as many as `upstream_check` says, the host checks it and raises; later ones
-    return NaN.
-
-    Raises:
-        RuntimeError: in a second backward, or if the upstream gradient is not one number.
-    """
-    name = "linear_token_losses"
-    with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
-        checks.all()
-    call = checks.call()
-    return reshape_outputs(known_losses(name, call, loss, upstream_check), call.shape)
+    return TokenLoss(results.loss_sum, results.outputs, results.metrics)
 
 
 def check_loss(

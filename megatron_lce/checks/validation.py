@@ -173,7 +173,8 @@ def check_options(options: Options) -> None:
         check_number("softcap", options.softcap, positive=True)
     dtype = options.logits_dtype
     require(dtype in (None, torch.bfloat16), "logits_dtype", "be torch.bfloat16 or None", repr(dtype))
-    check_integer("logits_cache_bytes", options.logits_cache_bytes, minimum=0)
+    if options.logits_cache_bytes is not None:
+        check_integer("logits_cache_bytes", options.logits_cache_bytes, minimum=0)
     check_integer("workspace_bytes", options.workspace_bytes, minimum=0)
     check_choice("backend", options.backend, get_args(BackendName))
 

@@ -12,10 +12,9 @@ from megatron_lce.core.plan import HeadSize, ScratchBytes, fp32_scratch_bytes
 
 WORKSPACE_BYTES = 2**29  # the default of `workspace_bytes`, in a module that imports torch
 CHUNK_COLUMNS = 128
-UNLIMITED_CACHE = 2**62  # `logits_cache_bytes` that keeps the logits of any step
 UNFUSED, FUSED = "Megatron", "Megatron, fused cross-entropy"
 TE = "Megatron, TransformerEngine's cross-entropy"
-OURS, KNOWN_LOSS, CACHED = "megatron-lce", "megatron-lce, known_loss=True", "megatron-lce, all logits cached"
+OURS, NOTHING_KEPT = "megatron-lce", "megatron-lce, logits_cache_bytes=0"
 LITTLE_MIB = 1024  # a smaller saving matters little in a whole model
 PER_TOKEN_BYTES = 64  # outputs and what backward needs of a row
 
@@ -99,8 +98,18 @@ def megatron(step: HeadStep, loss: str = UNFUSED) -> HeadCost:
     return HeadCost(3, max(in_loss, logits + hidden + step.columns * row))
 
 
-def default_cost(step: HeadStep, logits_cache_bytes: int = 0) -> HeadCost:
-    """`linear_cross_entropy` with no logits cached, or all."""
+def ours(step: HeadStep) -> HeadCost:
+    """What the default takes: all logits of up to 4 H tokens are kept, and longer steps' loss is a plain mean.
+
+    With an entropy, of a policy's loss, upstream gradients differ, and longer steps recompute logits.
+    """
+    kept = per_token_cost(step, logits_cache_bytes=None)
+    known = None if step.entropy or kept.matmuls < 4 * step.computed_tokens / step.tokens else known_loss(step)
+    return known or kept
+
+
+def per_token_cost(step: HeadStep, logits_cache_bytes: int | None = 0) -> HeadCost:
+    """`linear_cross_entropy`, where upstream gradients come in backward, one a token."""
     size, n, columns, row = step.size, step.computed_tokens, step.columns, step.hidden_size * step.itemsize
     plan = plan_call(size, n, columns, step.workspace_bytes, logits_cache_bytes=logits_cache_bytes)
     cache = n * size.cache_bytes_per_token(columns) if plan.cache_tokens else 0
@@ -130,7 +139,7 @@ def default_cost(step: HeadStep, logits_cache_bytes: int = 0) -> HeadCost:
 
 
 def known_loss(step: HeadStep) -> HeadCost | None:
-    """`known_loss` of the flag and `linear_token_loss`: gradients are computed in forward, and scaled in backward.
+    """A known loss of the flag, and `linear_token_loss`: gradients are computed in forward, and scaled in backward.
 
     None: it would compute logits twice, because inputs are fp32, or the workspace holds too few tokens.
     """
@@ -157,36 +166,30 @@ def known_loss(step: HeadStep) -> HeadCost | None:
 
 def estimate_table(step: HeadStep) -> list[dict[str, Any]]:
     """Return a row per implementation that runs this step: head, matmuls, peak_mib."""
-    skipped, masked = replace(step, skip_ignored=True), f"{step.ignored:.0%} masked and skipped"
-    costs: dict[str, HeadCost | None] = {UNFUSED: megatron(step)}
+    costs = {UNFUSED: megatron(step)}
     if step.itemsize == 2:  # in fp32 the fused one rounds the gradient to bf16: not comparable
         costs |= {FUSED: megatron(step, FUSED), TE: megatron(step, TE)}
-    costs |= {OURS: default_cost(step), KNOWN_LOSS: known_loss(step)}
-    if step.itemsize == 2:
-        costs[CACHED] = default_cost(step, UNLIMITED_CACHE)
+    costs |= {OURS: ours(step), NOTHING_KEPT: per_token_cost(step)}
     if step.ignored:
-        costs |= {f"{OURS}, {masked}": default_cost(skipped), f"{KNOWN_LOSS}, {masked}": known_loss(skipped)}
-    found = ((head, cost) for head, cost in costs.items() if cost is not None)
-    return [{"head": h, "matmuls": round(c.matmuls, 2), "peak_mib": round(c.peak_bytes / 2**20)} for h, c in found]
+        costs[f"{OURS}, {step.ignored:.0%} masked and skipped"] = ours(replace(step, skip_ignored=True))
+    return [
+        {"head": head, "matmuls": round(cost.matmuls, 2), "peak_mib": round(cost.peak_bytes / 2**20)}
+        for head, cost in costs.items()
+    ]
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """Say how far the peak falls, and which row to take: the fewest matmuls of those that peak below Megatron's."""
-    peaks = {row["head"]: row["peak_mib"] for row in rows}
-    lowest = min((loss for loss in (UNFUSED, FUSED, TE) if loss in peaks), key=lambda loss: peaks[loss])
-    saved = peaks[lowest] - peaks[OURS]
-    text = f"The head's peak falls from {peaks[lowest]:,} MiB ({lowest}) to {peaks[OURS]:,} MiB."
+    """Say what is gained over the rival with the lowest peak."""
+    heads = {row["head"]: row for row in rows}
+    lowest = min((loss for loss in (UNFUSED, FUSED, TE) if loss in heads), key=lambda loss: heads[loss]["peak_mib"])
+    least, best = heads[lowest]["peak_mib"], rows[-1] if rows[-1]["head"] != NOTHING_KEPT else heads[OURS]
+    saved = least - best["peak_mib"]
     if saved <= 0:
-        text = f"Fusing saves no memory here: the head peaks at {peaks[OURS]:,} MiB, and at {peaks[lowest]:,} without."
-    elif saved < LITTLE_MIB:
-        text += " Fusing helps little here."
-    within = [row for row in rows if row["head"].startswith(OURS) and row["peak_mib"] <= peaks[OURS] + max(saved, 0)]
-    # The known loss wins if peaks are nearly equal: it keeps no logits between forward and backward.
-    best = min(within, key=lambda row: (row["matmuls"], row["peak_mib"] * (1.0 if KNOWN_LOSS in row["head"] else 1.05)))
-    if saved <= 0 and best["matmuls"] >= 3:
-        return text
-    also = " (with a loss of your own: linear_token_loss)" if KNOWN_LOSS in best["head"] else ""
-    return f"{text} Recommended: {best['head']}{also}."
+        return f"No memory is saved: the head peaks at {best['peak_mib']:,} MiB, and at {least:,} with {lowest}."
+    little = " This matters little in a whole model." if saved < LITTLE_MIB else ""
+    work = f", with {best['matmuls']:g} matmuls instead of 3" if best["matmuls"] != 3 else ""
+    peak = f"The head's peak falls from {least:,} MiB ({lowest}) to {best['peak_mib']:,} ({best['head']}){work}."
+    return peak + little
 
 
 def format_estimates(title: str, rows: list[dict[str, Any]], notes: list[str]) -> str:

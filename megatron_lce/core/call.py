@@ -14,6 +14,8 @@ from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ALIGNED_COLUMNS, HeadSize
 from megatron_lce.core.statistics import num_extremes, num_stats
 
+SOFTCAP_TEMPERATURES = 8  # the least softcap / temperature under which logits are cached
+
 
 @dataclass(frozen=True)
 class Call:
@@ -43,8 +45,8 @@ class Call:
         """Sizes for plans, the same on every rank."""
         options, hidden = self.options, self.hidden
         scratch = self.backend.scratch_bytes(hidden, self.weight, options.telemetry)
-        if options.softcap is not None and options.telemetry:
-            scratch = scratch._replace(caches=False)  # the mean logit's gradient needs the slope at every logit
+        if options.softcap is not None and not self._keeps_slopes(options.softcap):
+            scratch = scratch._replace(caches=False)
         return HeadSize(
             hidden_size=hidden.shape[1],
             max_columns=self.shard.max_columns,
@@ -55,10 +57,20 @@ class Call:
             shards_aligned=not any(n % ALIGNED_COLUMNS for n in (self.shard.max_columns, options.vocab_size or 0)),
         )
 
+    def _keeps_slopes(self, softcap: float) -> bool:
+        """Return whether cached exponentials give the slope of a softcap, 1 - tanh^2, as well as they give p.
+
+        Their error, relative to the logit's range, grows with temperature / softcap. The mean logit's gradient needs
+        the slope also where an exponential underflowed.
+        """
+        is_cool = isinstance(self.temperature, float) and SOFTCAP_TEMPERATURES * self.temperature <= softcap
+        return is_cool and not self.options.telemetry
+
     def without_tensors(self) -> Self:
         """Return a copy without tensors, which an autograd node saves separately."""
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-        return replace(self, hidden=empty, weight=empty, labels=empty, temperature=1.0, candidates=None)
+        temperature = 1.0 if isinstance(self.temperature, Tensor) else self.temperature
+        return replace(self, hidden=empty, weight=empty, labels=empty, temperature=temperature, candidates=None)
 
     def with_tensors(self, hidden: Tensor, weight: Tensor) -> Self:
         """Return a copy with the tensors that an autograd node saved."""

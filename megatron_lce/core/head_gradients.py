@@ -16,7 +16,8 @@ from megatron_lce.core.tokens import TokenBlock, Tokens
 class GradLogits(Protocol):
     """The gradients of the logits of a block."""
 
-    cached: Tensor | None  # [N, C] finished ones of all columns, in weight's dtype; None: `write` makes them
+    def take_cached(self) -> Tensor | None:
+        """Return finished gradients of all products, [N, C] of weight's dtype, once; None: `write` makes them."""
 
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Write the gradients of these products to a slab [tokens, columns] of weight's dtype."""
@@ -40,7 +41,7 @@ class HeadGradients:
         plan, num_tokens, num_columns = self._plan, block.num_tokens, self._call.shard.num_columns
         self._open_block = block if self._needs_hidden else None
         slab_tokens, slab_columns = plan.slab_tokens, plan.slab_columns
-        cached, grad_logits.cached = grad_logits.cached, None
+        cached = grad_logits.take_cached()
         if cached is not None:
             slab_tokens, slab_columns = num_tokens, num_columns
         for col_slice in aligned_slices(num_columns, max(slab_columns, 1)):

@@ -1,71 +1,107 @@
 """Losses whose gradients are computed and reduced in forward. Backward scales them, without collectives."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
-from megatron_lce.core.head_gradients import HeadGradients
-from megatron_lce.core.losses import Losses, Metrics, TokenLossFunction
+from megatron_lce.core.losses import KnownLosses, Losses, Metrics, TokenCrossEntropy, TokenLossFunction
 from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.one_head import OneHead
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.passes import Source, forward
+from megatron_lce.core.passes import (
+    Forward,
+    Source,
+    forward,
+    needed_gradients,
+    outputs_with_gradient,
+    plan_of,
+    with_gradient,
+)
 
 
 class TokenLossResults(NamedTuple):
     """The sum of the losses, and outputs and metrics of every token without gradient: 0 in skipped rows."""
 
     loss_sum: Tensor  # [] fp32, with a gradient
-    outputs: Any  # `LinearCrossEntropyOutput` or `LinearDivergenceOutput`, [N, ...] each
-    metrics: Metrics  # [N, ...] each
+    outputs: Any  # `LinearCrossEntropyOutput` or `LinearDivergenceOutput`, of `call.shape`
+    metrics: Metrics  # likewise
     sample: Callable[[], tuple[Tensor, Tensor, Tensor]]  # losses of some tokens among all, and twice among others
 
 
 def sum_of_losses(name: str, source: Source, loss: TokenLossFunction, per_token: Sequence[Tensor]) -> TokenLossResults:
     """Return the sum of the losses, with gradients if they are wanted, and per-token results."""
-    call, needs = source.call, (False, False)
-    if torch.is_grad_enabled():
-        needs = call.hidden.requires_grad, call.weight.requires_grad
+    call, needs = source.call, needed_gradients(source.call)
     losses = Losses(loss, per_token, source.differentiable, any(needs), call.hidden.device)
     with without_autocast(call.hidden.device, name):
-        outputs, _, _, _, head_grads = forward(source, needs, losses)  # the cache is freed here
+        results = forward(source, needs, losses)
         loss_sum, metrics = losses.totals()
-    if head_grads is not None:
-        loss_sum = _KnownLoss.apply(call.hidden, call.weight, loss_sum, head_grads, call, name)
-    return TokenLossResults(loss_sum, outputs, metrics, losses.sample)
+    metrics = {name: metric.view((*call.shape, *metric.shape[1:])) for name, metric in metrics.items()}
+    if results.head_grads is not None:
+        loss_sum = _scaled_in_backward(loss_sum, results, Tensor.float, name)
+    return TokenLossResults(loss_sum, results.outputs, metrics, losses.sample)
 
 
-def known_losses(
-    name: str, call: Call, loss: Callable[[LinearCrossEntropyOutput], Tensor], upstream_check: "UpstreamCheck"
+def token_cross_entropies(
+    call: Call, formula: TokenCrossEntropy, upstream: "UpstreamCheck | None", counted: Tensor | None
 ) -> tuple[Tensor, LinearCrossEntropyOutput]:
-    """Return the loss of each token, [N], with one upstream gradient for all, and the outputs, without gradient."""
-    results = sum_of_losses(name, OneHead(call), loss, ())
-    valid_mask, losses = call.labels != call.options.ignore_index, loss(results.outputs)
-    return KnownTokenLosses.apply(results.loss_sum, losses, valid_mask, upstream_check), results.outputs
+    """Return the loss of each token, of `call.shape`, and the outputs.
+
+    Without `upstream` any upstream gradient is right. `counted`, bool of `call.shape`: see `UpstreamCheck`; None: all.
+    """
+    source, needs, options = OneHead(call), needed_gradients(call), call.options
+    if upstream is None or not any(needs):
+        out = outputs_with_gradient(source)
+        return formula(out), out
+    valid = call.labels != options.ignore_index
+    counted = valid if counted is None else valid & counted.reshape(-1)
+    known = KnownLosses(formula, counted, only_if_faster=upstream.finds_out)
+    with without_autocast(call.hidden.device, "model_loss forward"):
+        results = forward(source, needs, known if upstream.known else None)
+    if results.head_grads is not None:
+        factor, way_out = partial(upstream.factor, counted=counted, valid=valid), ": enable with known_loss=False"
+        losses = _scaled_in_backward(formula(results.outputs), results, factor, "a known loss", way_out)
+        return losses, results.outputs
+    out = with_gradient(results)
+    losses = formula(out)
+    if upstream.known is None:
+        plan = plan_of(source, results.row_index.count, needs, options.logits_cache_bytes, known)
+        if plan.in_forward:
+            losses.register_hook(partial(upstream.find_out, counted=counted, valid=valid, group=options.tp_group))
+    return losses, out
+
+
+def _scaled_in_backward(
+    loss: Tensor, results: Forward, factor: Callable[[Tensor], Tensor], name: str, way_out: str = ""
+) -> Tensor:
+    """Return the loss with the gradients of forward, which backward scales by `factor(upstream gradient)`, []."""
+    call = results.source.call
+    refusal = f"a second backward through {name} is not possible: the first scaled its gradients in place{way_out}"
+    return _KnownLoss.apply(call.hidden, call.weight, loss, results.head_grads, call, factor, name, refusal)
 
 
 class _KnownLoss(torch.autograd.Function):
-    """A scalar loss with gradients from forward, which backward scales by the upstream gradient."""
+    """A loss with gradients from forward, which backward scales."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, head_grads: HeadGradients, call: Call, name: str
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, *others: Any) -> Tensor:
+        head_grads, call, ctx.factor, ctx.name, ctx.refusal = others
         ctx.save_for_backward(weight, *head_grads.results())  # `results` waits for the reductions
-        ctx.sink, ctx.name, ctx.scaled = call.options.weight_grad_sink, name, False
+        ctx.sink, ctx.scaled = call.options.weight_grad_sink, False
         ctx.scale_rows, ctx.hidden_dtype = call.backend.scale_rows, hidden.dtype
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        check_backward(ctx.name, grad_loss)
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward(ctx.name, upstream)
         if ctx.scaled:
-            raise RuntimeError(f"a second backward through {ctx.name} is not possible: the first scaled its gradients")
-        factor, ctx.scaled = grad_loss.float(), True
+            raise RuntimeError(ctx.refusal)
+        factor, ctx.scaled = ctx.factor(upstream), True
         weight, grad_hidden, weight_acc = ctx.saved_tensors
         if (unscaled := grad_hidden) is not None:
             if unscaled.dtype != ctx.hidden_dtype:
@@ -80,47 +116,91 @@ class _KnownLoss(torch.autograd.Function):
             grad_weight = weight_acc if in_place and num_columns == weight.shape[0] else torch.empty_like(weight)
             ctx.scale_rows(weight_acc, factor, grad_weight[:num_columns], accumulate=False)
             grad_weight[num_columns:].zero_()
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, *(None,) * 6
 
 
 class UpstreamCheck:
-    """Number of backward passes in which the host still compares the tokens' upstream gradients, and so waits."""
+    """Whether all counted tokens of a loss have one upstream gradient, and others none, from pass to pass.
 
-    def __init__(self, checks_left: int = 1) -> None:
-        self.checks_left = checks_left
-
-
-class KnownTokenLosses(torch.autograd.Function):
-    """The per-token losses of a sum.
-
-    Backward forwards the one upstream gradient that all tokens share; 0 if all are masked. If upstream
-    gradients differ, the result is NaN. In a pass in which the host checks, all ranks raise RuntimeError.
+    Counted are the tokens that neither `ignore_index` nor the model's loss_mask leaves out. The host looks once, in the
+    first backward pass with a counted token. Where the gradients of a later pass are NaN, because it is not so, the
+    next forward pass raises.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, loss_sum: Tensor, losses: Tensor, valid_mask: Tensor, upstream_check: UpstreamCheck
-    ) -> Tensor:
-        ctx.valid_mask, ctx.upstream_check = valid_mask, upstream_check
-        return losses.clone()
+    def __init__(self, known: bool | None) -> None:
+        self.known = known  # None: not yet found out
+        self.finds_out = known is None
+        self._is_looked_at = False
+        self._ranges: list[tuple[Tensor, torch.cuda.Event | None]] = []  # of later passes, on their way to the host
 
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        check_backward("linear_token_losses", upstream)
-        if upstream.numel() == 0:
-            return upstream.new_zeros((), dtype=torch.float32), None, None, None
-        upstream, valid_mask = upstream.reshape(-1).float(), ctx.valid_mask
-        max_upstream = upstream.masked_fill(~valid_mask, -torch.inf).amax()
-        min_upstream = upstream.masked_fill(~valid_mask, torch.inf).amin()
-        if ctx.upstream_check.checks_left and not collectives.is_cuda_graph_capturing():
-            low, high = float(min_upstream), float(max_upstream)
-            if low <= high:  # else every token is masked
-                ctx.upstream_check.checks_left -= 1
+    def find_out(self, upstream: Tensor, counted: Tensor, valid: Tensor, group: ProcessGroup | None) -> None:
+        """Find out, in a backward pass that takes any upstream gradient. The host waits, once."""
+        if self.known is not None or collectives.is_cuda_graph_capturing():
+            return
+        low, high = _range(upstream, counted, valid)
+        answer = torch.stack([low < high, low <= high])  # no number at all: no token is counted
+        differs, is_counted = (answer if group is None else collectives.all_reduce_any(answer, group)).tolist()
+        if is_counted:
+            self.known, self._is_looked_at = not differs, True
+
+    def factor(self, upstream: Tensor, counted: Tensor, valid: Tensor) -> Tensor:
+        """Return the one upstream gradient, [] fp32; NaN if it is not one; 0 if no token is counted."""
+        low, high = _range(upstream, counted, valid)
+        if not collectives.is_cuda_graph_capturing():
+            if self._is_looked_at:
+                self._send(torch.stack([low, high]))
+            else:
+                self._look(float(low), float(high))
+        return high.masked_fill(low != high, torch.nan).masked_fill(low > high, 0.0)
+
+    def _look(self, low: float, high: float) -> None:
+        self._is_looked_at = low <= high
+        if low < high:
+            raise RuntimeError(_refusal(low, high))
+
+    def _send(self, numbers: Tensor) -> None:
+        """Start copying what the next forward pass looks at; the host does not wait."""
+        if not numbers.is_cuda:
+            self._ranges.append((numbers, None))
+            return
+        on_host = torch.empty(2, dtype=torch.float32, pin_memory=True)
+        on_host.copy_(numbers, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._ranges.append((on_host, event))
+
+    def check_last_passes(self) -> None:
+        """Raise RuntimeError if the gradients of an earlier pass were NaN for this reason; any upstream is right then.
+
+        All ranks raise in the same pass: what they look at was computed at the start of a backward pass, behind which
+        the rest of it is queued, so that the GPU has work left.
+        """
+        ranges, self._ranges = self._ranges, []
+        for numbers, event in ranges:
+            if event is not None:
+                event.synchronize()
+            low, high = numbers.tolist()
             if low < high:
-                raise RuntimeError(
-                    f"known_loss needs one upstream gradient for all counted tokens, got {low:g} to {high:g}: the loss "
-                    "weights its tokens (a loss_mask that is not 0 or 1, a weight or a mean for each sequence). Pass a "
-                    "0/1 loss_mask, or enable with known_loss=False"
-                )
-        grad = max_upstream.masked_fill(max_upstream != min_upstream, torch.nan).masked_fill(~valid_mask.any(), 0.0)
-        return grad, None, None, None
+                self.known = not self.finds_out
+                raise RuntimeError(f"the gradients of the last backward pass are NaN: {_refusal(low, high)}")
+
+
+def _range(upstream: Tensor, counted: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest factor that upstream gradients call for, [] each; inf and -inf if none.
+
+    Those of counted tokens, and 0 where another token, whose gradient was not computed, has an upstream gradient, too.
+    """
+    upstream = upstream.reshape(-1).float()
+    is_stray = valid & ~counted & (upstream.abs() > 0)
+    low, high = (upstream.masked_fill(~counted, -sign * torch.inf) for sign in (-1, 1))
+    low, high = low.amin(), high.amax()
+    strays = is_stray.any()  # their gradients are 0, so that 0 is among the factors
+    return torch.where(strays, low.clamp(max=0.0), low), torch.where(strays, high.clamp(min=0.0), high)
+
+
+def _refusal(low: float, high: float) -> str:
+    return (
+        f"known_loss needs one upstream gradient for all counted tokens, got {low:g} to {high:g}: the loss weights its "
+        "tokens (a loss_mask that is not 0 or 1, a weight or a mean for each sequence). Pass a 0/1 loss_mask to the "
+        "model's forward, if the loss has one, or enable with known_loss=False"
+    )

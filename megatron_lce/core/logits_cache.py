@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.matmul import with_zeros_behind
-from megatron_lce.core.plan import HeadSize, ceil_div, slab_row_stride
+from megatron_lce.core.plan import HeadSize, ceil_div, slab_row_stride, slices
 
 
 class LogitsCache(NamedTuple):
@@ -18,6 +18,14 @@ class LogitsCache(NamedTuple):
     def select(self, rows: slice) -> "LogitsCache":
         """Return a view of some of the rows."""
         return LogitsCache(self.exp[rows], self.shift[:, rows])
+
+    def keep(self, index: Tensor, moved_bytes: int) -> "LogitsCache":
+        """Move some rows, in ascending order, to the front, in place; so many bytes of them are copied at a time."""
+        num_rows, stride = self.exp.shape[0], self.exp.stride(0)
+        rows = self.exp.as_strided((num_rows, stride), (stride, 1)).view(torch.int64)  # torch copies whole words faster
+        for part in slices(index.shape[0], max(1, moved_bytes // (stride * self.exp.element_size()))):
+            rows[part] = rows.index_select(0, index[part])
+        return LogitsCache(self.exp[: index.shape[0]], self.shift.index_select(1, index))
 
 
 def new_cache(size: HeadSize, num_tokens: int, num_columns: int, like: Tensor) -> LogitsCache | None:

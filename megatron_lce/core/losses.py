@@ -1,12 +1,16 @@
-"""A caller's loss of each token, called for some tokens after others. Autograd gives its gradients by the outputs."""
+"""Losses of each token whose gradients are computed in forward, for some tokens after others.
+
+Autograd gives the gradients of a caller's loss by the outputs; those of Megatron's are formulas.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
+from megatron_lce.core.options import DIFFERENTIABLE_OUTPUTS, LinearCrossEntropyOutput
 from megatron_lce.core.row_index import RowIndex
 
 _MAX_SAMPLE_TOKENS = 2048  # the most tokens whose losses are compared
@@ -15,8 +19,58 @@ Metrics = dict[str, Tensor]
 TokenLossFunction = Callable[..., Tensor | tuple[Tensor, Metrics]]
 
 
+class TokenCrossEntropy(NamedTuple):
+    """The loss of an enabled Megatron model: (1 - e) (-logprob) + e (lse - mean_logit) + z lse^2."""
+
+    z_loss: float = 0.0  # z
+    label_smoothing: float = 0.0  # e
+
+    def __call__(self, out: LinearCrossEntropyOutput) -> Tensor:
+        losses = -out.logprobs
+        if self.label_smoothing:
+            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * (out.lse - out.mean_logit)
+        return losses + self.z_loss * out.lse.square() if self.z_loss else losses
+
+    def gradients(self, out: LinearCrossEntropyOutput, weights: Tensor) -> dict[str, Tensor | None]:
+        """Return the gradients of the sum of weights times losses by the outputs."""
+        smoothing, grads = self.label_smoothing, dict.fromkeys(DIFFERENTIABLE_OUTPUTS)
+        grads["logprobs"] = weights * (smoothing - 1)
+        if smoothing:
+            grads |= {"lse": weights * smoothing, "mean_logit": weights * -smoothing}
+        if self.z_loss:
+            grads["lse"] = weights * (2 * self.z_loss * out.lse + smoothing)
+        return grads
+
+
+class KnownLosses:
+    """The loss of an enabled model where the counted tokens share one upstream gradient, and others have none."""
+
+    def __init__(self, formula: TokenCrossEntropy, counted: Tensor, only_if_faster: bool) -> None:
+        """`counted`: [N] bool. `only_if_faster`: gradients are left to backward where logits are recomputed anyway."""
+        self._formula, self._weights, self.only_if_faster = formula, counted.float(), only_if_faster
+        self._outputs: list[LinearCrossEntropyOutput] = []
+        self._num_rows = 0  # so far
+
+    def select(self, row_index: RowIndex) -> None:
+        """Take the computed rows, in the order of the blocks."""
+        self._weights = row_index.select(self._weights)
+
+    def add(self, outputs: LinearCrossEntropyOutput, ignored: Tensor) -> dict[str, Tensor | None]:
+        """Return the gradients of the sum of the next tokens' losses by their outputs."""
+        self._outputs.append(outputs)
+        row_slice = slice(self._num_rows, self._num_rows + ignored.shape[0])
+        self._num_rows = row_slice.stop
+        return self._formula.gradients(outputs, self._weights[row_slice])
+
+    def outputs(self, no_outputs: Callable[[], Any]) -> Any:
+        """Return the outputs of all computed tokens."""
+        return concatenated(self._outputs or [no_outputs()])
+
+
 class Losses:
     """The caller's loss of some tokens after others."""
+
+    only_if_faster = False
 
     def __init__(
         self,
@@ -73,7 +127,7 @@ class Losses:
         The tokens themselves are neither the lowest nor the highest. So no mean, maximum or minimum over the tokens is
         the same in both calls.
         """
-        losses, outputs = torch.cat(self._losses), self._cat_outputs()
+        losses, outputs = torch.cat(self._losses), concatenated(self._outputs)
         num_tokens = losses.shape[0]
         if not num_tokens:
             return losses, losses, losses
@@ -95,20 +149,24 @@ class Losses:
 
         return losses.index_select(0, sample_index), among(others[0]), among(others[1])
 
-    def _cat_outputs(self) -> Any:
-        return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *self._outputs)
-
     def outputs(self, no_outputs: Callable[[], Any]) -> Any:
         """Return the outputs of all computed tokens."""
         if not self._outputs:  # a call of the loss with no tokens gives the names of its metrics
             self.add(no_outputs(), torch.empty(0, dtype=torch.bool, device=self._loss_sum.device))
-        return self._cat_outputs()
+        return concatenated(self._outputs)
 
     @torch.no_grad()
     def totals(self) -> tuple[Tensor, Metrics]:
         """Return the sum over all tokens, [] fp32, and the metrics of every token, [N, ...] each: 0 in skipped rows."""
         scatter, loss_sum = self._row_index.scatter, self._row_index.nan_if_wrong(self._loss_sum)
         return loss_sum, {name: scatter(torch.cat([part[name] for part in self._metrics])) for name in self._metrics[0]}
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Return outputs of some tokens after others as outputs of all, whose shapes may be changed."""
+    if len(parts) == 1:
+        return tree_map_only(Tensor, lambda tensor: tensor.view(tensor.shape), parts[0])
+    return tree_map(lambda *tensors: None if tensors[0] is None else torch.cat(tensors), *parts)
 
 
 def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:

@@ -29,6 +29,8 @@ from megatron_lce.core.rows import RowInputs, RowSoftmax
 from megatron_lce.core.statistics import merge_extremes, new_empty_stats
 from megatron_lce.core.tokens import TokenBlock
 
+MOVED_BYTES = 2**26  # most bytes of cached rows that are moved at once
+
 
 @dataclass
 class OneHead:
@@ -54,7 +56,6 @@ class OneHead:
     has_grad: Tensor | Any = None
     entropy: bool = False  # it has an upstream gradient
     candidates: CandidateGradients | None = None  # they replace the gradients of the candidates' products
-    cached: Tensor | None = None  # [N, C] finished gradients
 
     @property
     def size(self) -> HeadSize:
@@ -72,7 +73,9 @@ class OneHead:
 
     def subset(self, index: slice | Tensor) -> Self:
         of_rows = {name: getattr(self, name) for name in ("labels", "ids", "log_p")}
-        some = replace(self, rows=self.rows.select(index), cache=None, cached=None)
+        some = replace(self, rows=self.rows.select(index), cache=None)
+        if isinstance(index, Tensor) and self.cache is not None:
+            some.cache = self.cache.keep(index, min(self.call.options.workspace_bytes, MOVED_BYTES))
         for name, tensor in of_rows.items():
             setattr(some, name, None if tensor is None else tensor[index])
         if self.terms is not None:
@@ -87,9 +90,7 @@ class OneHead:
         if self.cache is not None:
             is_shared = self.cache.exp.shape[0] < num_rows  # by the blocks
             of_block.cache = self.cache.select(slice(0, block.num_tokens) if is_shared else rows)
-        if self.cached is not None:
-            of_block.cached = self.cached[rows]
-            self.cached = self.cached if rows.stop < num_rows else None  # freed as early as possible
+            self.cache = self.cache if is_shared or rows.stop < num_rows or self.terms is None else None  # freed early
         return of_block
 
     def parts_with_stats(self, plan: Plan) -> Iterator[Self]:
@@ -146,11 +147,17 @@ class OneHead:
             self.candidates = candidate_gradients(grad, ids, log_p, rows, self.softmax, self.terms, call)
             self.has_grad = self.has_grad | (grad != 0).any(dim=1)
         self.ids = self.log_p = None
-        if self.cache is not None:
-            backend.grad_logits_from_cache(self.cache, rows, self.terms, call.options, entropy=self.entropy)
-            if self.candidates is not None:
-                backend.write_columns(self.cache.exp, *self.candidates)
-            self.cached, self.cache = self.cache.exp, None
+
+    def take_cached(self) -> Tensor | None:
+        """Turn cached exponentials into gradients, in place."""
+        cache, self.cache = self.cache, None
+        if cache is None:  # nothing was cached, or the shard has no columns
+            return None
+        backend = self.call.backend
+        backend.grad_logits_from_cache(cache, self.rows, self.terms, self.call.options, entropy=self.entropy)
+        if self.candidates is not None:
+            backend.write_columns(cache.exp, *self.candidates)
+        return cache.exp
 
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Recompute the logits of a slab, and write their gradients."""

@@ -71,7 +71,7 @@ class Options:
     logits_dtype: torch.dtype | None = None
     candidates: Tensor | None = None
     skip_ignored: bool | int = False
-    logits_cache_bytes: int = 0
+    logits_cache_bytes: int | None = None
     workspace_bytes: int = WORKSPACE_BYTES
     reduce_grad_hidden: bool = True
     backend: BackendName = "auto"

@@ -22,7 +22,7 @@ from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.call_plan import Plan, plan_call
 from megatron_lce.core.divergence_types import Head
 from megatron_lce.core.head_gradients import HeadGradients
-from megatron_lce.core.losses import Losses
+from megatron_lce.core.losses import KnownLosses, Losses
 from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.plan import HeadSize
 from megatron_lce.core.row_index import RowIndex
@@ -39,7 +39,6 @@ class Source(Protocol):
     kept: ClassVar[tuple[str, ...]]  # fields from forward to backward, with tensors that autograd saves
     call: Call
     rows: RowInputs | Any  # None until `with_rows`
-    cached: Tensor | None  # as in `GradLogits`
 
     @property
     def teacher(self) -> Head | Any: ...
@@ -66,39 +65,47 @@ class Source(Protocol):
     def outputs(self) -> Any:
         """Write the outputs of rows with statistics."""
 
+    def find_terms(self, upstream: dict[str, Tensor | None]) -> None:
+        """Turn upstream gradients into terms, which any logit's gradient follows from."""
+
+    def take_cached(self) -> Tensor | None:
+        """Return the block's finished gradients, as in `GradLogits`."""
+
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Recompute a slab of the block's logits, and write their gradients, as in `GradLogits`."""
-
-    def find_terms(self, upstream: dict[str, Tensor | None]) -> None:
-        """Turn upstream gradients into terms, which any logit's gradient follows from, and kept logits into it."""
 
 
 class Forward(NamedTuple):
     """Results of a forward pass."""
 
-    outputs: Any  # [N, ...] each: 0 in skipped rows
+    outputs: Any  # of `call.shape`: 0 in skipped rows
     source: Source  # of all computed rows
     row_index: RowIndex  # in the caller's order
     plan: Plan
-    head_grads: HeadGradients | None  # of the sum of a known loss
+    head_grads: HeadGradients | None  # of the sum of the losses, where they are computed in forward
 
 
 @torch.no_grad()
-def forward(source: Source, needs: Sequence[bool], losses: Losses | None = None) -> Forward:
-    """Compute outputs and, with a caller's loss, its sum and gradients; `needs`: gradients of hidden and weight."""
+def forward(source: Source, needs: Sequence[bool], losses: Losses | KnownLosses | None = None) -> Forward:
+    """Compute outputs, and gradients if the losses are known; `needs`: gradients of hidden and weight.
+
+    `KnownLosses` have no effect where the plan leaves gradients to backward.
+    """
     call, options, head_grads = source.call, source.call.options, None
     # Launched before the host waits for the number of rows, if it does.
     rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
     row_index = RowIndex.from_labels(call.labels, options)
-    plan = _plan(source, row_index, needs, logits_cache_bytes=options.logits_cache_bytes, known_loss=losses is not None)
-    tokens = _tokens(source, row_index, plan, None if losses is None else unscaled_dtype(call))
+    plan = plan_of(source, row_index.count, needs, options.logits_cache_bytes, losses)
+    if isinstance(losses, KnownLosses) and not plan.in_forward:
+        losses = None
+    tokens = _tokens(source, row_index, plan, unscaled_dtype(call) if plan.in_forward else None)
     block_index = tokens[0].row_index  # in the order of the blocks
     source = source.with_rows(block_index.select_rows(rows), block_index, plan)
     if losses is not None:
         losses.select(block_index)
-        if any(needs):
-            keep_fp32_sum = keeps_fp32_weight_sum(call) or tokens[0].num_blocks > 1
-            head_grads = HeadGradients(tokens[0], call, plan, needs, keep_fp32_sum=keep_fp32_sum)
+    if plan.in_forward:
+        keep_fp32_sum = keeps_fp32_weight_sum(call) or tokens[0].num_blocks > 1
+        head_grads = HeadGradients(tokens[0], call, plan, needs, keep_fp32_sum=keep_fp32_sum)
     # Blocks of all heads: every gather starts first, because ranks must run collectives in one order. Unpacked at once:
     # `zip` would keep the first tuple, and so its hidden states.
     for block, *of_teacher in zip(*(of_head.blocks() for of_head in tokens), strict=True):
@@ -111,47 +118,41 @@ def forward(source: Source, needs: Sequence[bool], losses: Losses | None = None)
         if head_grads is not None:
             head_grads.add_block(block, block_source)
     outputs = source.outputs() if losses is None else losses.outputs(source.subset(slice(0, 0)).outputs)
-    return Forward(block_index.scatter_outputs(outputs), source, row_index, plan, head_grads)
+    outputs = block_index.scatter_outputs(outputs)
+    for output in flat(outputs):
+        if output is not None:
+            output.resize_((*call.shape, *output.shape[1:]))  # a view could not be changed in place
+    return Forward(outputs, source, row_index, plan, head_grads)
 
 
 class VocabularyFunction(torch.autograd.Function):
-    """Per-token outputs of a source over a vocab-sharded weight.
+    """Per-token outputs of a source over a vocab-sharded weight, as `forward` computed them.
 
     hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     weight  this rank's shard                          -> its gradient is complete on this rank
-    Saves a few floats per token, two dozen of two heads, and a cache of `logits_cache_bytes`, instead of N x V logits.
+    Saves a few floats per token, two dozen of two heads, and the cache, if any, instead of N x V logits.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, source: Any, grad_enabled: bool) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[:2] if grad_enabled else (False, False)
-        with without_autocast(hidden.device, f"{source.name} forward"):
-            outputs, source, row_index, plan, _ = forward(source, needs)
-        for output in flat(outputs):
-            if output is not None:
-                output.resize_((*source.call.shape, *output.shape[1:]))  # a view could not be changed in place
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, results: Forward) -> tuple[Any, ...]:
+        outputs, row_index, plan = results.outputs, results.row_index, results.plan
+        source: Any = results.source
         ctx.set_materialize_grads(False)
-        if grad_enabled:
-            fields = {name: getattr(source, name) for name in source.kept}
-            kept, ctx.types = flat(fields.values()), {name: type(field) for name, field in fields.items()}
-            # Autograd cannot save inference tensors, which do not change outside inference mode.
-            saved = [leaf if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in kept]
-            ctx.save_for_backward(hidden, weight, row_index.index, *saved)
-            ctx.unsaved = [leaf if tensor is None else None for leaf, tensor in zip(kept, saved, strict=True)]
-            ctx.source = replace(source, call=source.call.without_tensors(), **dict.fromkeys(source.kept))
-            ctx.name, ctx.num_tokens, ctx.plan = source.name, row_index.num_tokens, plan
+        fields = {name: getattr(source, name) for name in source.kept}
+        kept, ctx.types = flat(fields.values()), {name: type(field) for name, field in fields.items()}
+        # Autograd cannot save inference tensors, which do not change outside inference mode.
+        saved = [leaf if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in kept]
+        ctx.save_for_backward(hidden, weight, row_index.index, *saved)
+        ctx.unsaved = [leaf if tensor is None else None for leaf, tensor in zip(kept, saved, strict=True)]
+        ctx.source = replace(source, call=source.call.without_tensors(), **dict.fromkeys(source.kept))
+        ctx.num_tokens, ctx.plan = row_index.num_tokens, plan
         others = (output for name, output in outputs._asdict().items() if name not in source.differentiable)
         ctx.mark_non_differentiable(*(output for output in others if isinstance(output, Tensor)))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        check_backward(ctx.name, *grad_outputs)
-        if ctx.source is None:
-            raise RuntimeError(
-                f"a second backward through {ctx.name} needs logits_cache_bytes=0: "
-                "the first one turned the kept logits into gradients in place"
-            )
+        check_backward(ctx.source.name, *grad_outputs)
         hidden, weight, index, *saved = ctx.saved_tensors
         kept = iter(leaf if tensor is None else tensor for leaf, tensor in zip(ctx.unsaved, saved, strict=True))
         fields = {
@@ -159,34 +160,51 @@ class VocabularyFunction(torch.autograd.Function):
             for name, of in ctx.types.items()
         }
         source = replace(ctx.source, call=ctx.source.call.with_tensors(hidden, weight), **fields)
-        call, plan, needs = source.call, ctx.plan, ctx.needs_input_grad[:2]
-        with without_autocast(hidden.device, f"{ctx.name} backward"):
-            tokens = _tokens(source, RowIndex(ctx.num_tokens, index), plan)
+        call, needs, cache_bytes = source.call, ctx.needs_input_grad[:2], source.call.options.logits_cache_bytes
+        row_index, plan = RowIndex(ctx.num_tokens, index), ctx.plan
+        if plan is None:
+            plan, cache_bytes = plan_of(source, row_index.count, needs, 0), 0
+        elif plan.cache_tokens:  # they become gradients in place: a second backward recomputes
+            ctx.plan, ctx.source = None, replace(ctx.source, cache=None)
+        with without_autocast(hidden.device, f"{source.name} backward"):
+            tokens = _tokens(source, row_index, plan)
             row_index = tokens[0].row_index
             upstream = dict.fromkeys(source.output_type._fields)
             for name, grad in zip(upstream, grad_outputs, strict=True):
                 if grad is not None:
                     upstream[name] = row_index.select(grad.reshape(ctx.num_tokens, *grad.shape[len(call.shape) :]))
-            if plan.cache_tokens:
-                ctx.source = None
             source.find_terms(upstream)
-            if not plan.cache_tokens and call.options.skip_ignored is True:
+            if call.options.skip_ignored is True:
                 grad_index = RowIndex.from_mask(source.has_grad, call.options.tp_group).index
                 if grad_index is not None:
                     source, row_index = source.subset(grad_index), row_index.subset(grad_index)
-                    plan = _plan(source, row_index, needs)
+                    plan = plan_of(source, row_index.count, needs, cache_bytes)
                     tokens = _tokens(source, row_index, plan)
             head_grads = HeadGradients(tokens[0], call, plan, needs)
             for block, *of_teacher in zip(*(of_head.blocks() for of_head in tokens), strict=True):
                 head_grads.add_block(block, source.of_block(block, *of_teacher))
-            return *head_grads.results(), None, None
+            return *head_grads.results(), None
+
+
+def with_gradient(results: Forward) -> Any:
+    """Return the outputs with a gradient, if one is wanted."""
+    source = results.source
+    if not any(needed_gradients(source.call)):
+        return results.outputs
+    return source.output_type(*VocabularyFunction.apply(source.call.hidden, source.call.weight, results))
 
 
 def outputs_with_gradient(source: Source) -> Any:
     """Return the outputs, of `call.shape`, with a gradient."""
-    call = source.call
-    grad_enabled = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
-    return source.output_type(*VocabularyFunction.apply(call.hidden, call.weight, source, grad_enabled))
+    with without_autocast(source.call.hidden.device, f"{source.name} forward"):
+        results = forward(source, needed_gradients(source.call))
+    return with_gradient(results)
+
+
+def needed_gradients(call: Call) -> tuple[bool, bool]:
+    """Return whether hidden and weight need a gradient."""
+    enabled = torch.is_grad_enabled()
+    return enabled and call.hidden.requires_grad, enabled and call.weight.requires_grad
 
 
 def flat(values: Iterable[Any]) -> list[Any]:
@@ -194,22 +212,22 @@ def flat(values: Iterable[Any]) -> list[Any]:
     return [leaf for value in values for leaf in (value if isinstance(value, tuple) else (value,))]
 
 
-def _plan(
+def plan_of(
     source: Source,
-    row_index: RowIndex,
+    num_tokens: int,
     needs: Sequence[bool],
-    *,
-    logits_cache_bytes: int = 0,
-    known_loss: bool = False,
+    logits_cache_bytes: int | None,
+    losses: Losses | KnownLosses | None = None,
 ) -> Plan:
     call = source.call
     return plan_call(
         source.size,
-        row_index.count,
+        num_tokens,
         call.shard.num_columns,
         call.options.workspace_bytes,
-        known_loss=known_loss,
-        keeps_fp32_sum=known_loss and keeps_fp32_weight_sum(call),
+        known_loss=losses is not None,
+        only_if_faster=losses is not None and losses.only_if_faster,
+        keeps_fp32_sum=losses is not None and keeps_fp32_weight_sum(call),
         logits_cache_bytes=logits_cache_bytes,
         needs_grad=any(needs),
         needs_weight=needs[1],

@@ -21,6 +21,9 @@ KNOWN_LOSS_STEP = 2048  # tokens: multiples fill a Hopper GPU in the product for
 # Products of 8192 x (2048, 4096) x 151936 take 30.4, 23.4, 22.3 and 24.5 ms in blocks of 256, 384, 512, 640 tokens.
 WIDE_PRODUCTS = 512  # tokens of a block of two heads' products: more gain nothing, unless the shard is narrow
 WIDE_LOGITS = 2**26  # logits per head of a block of a narrow shard
+# Bytes of a column's cached logits per element of H, by default: more than both gradients and a sum of one take (6 H),
+# less than a rival keeps (16 H in fp32 and 16 bits).
+CACHED_BYTES_PER_H = 8
 ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is not a multiple of this
 SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines and hold whole vectors of a CPU
 
@@ -125,8 +128,10 @@ class HeadSize(NamedTuple):
         """Bytes per token of a cache of this many columns."""
         return slab_row_stride(num_columns) * self.itemsize + 4 * ceil_div(num_columns, self.scratch.chunk_columns)
 
-    def fits_cache(self, num_tokens: int, logits_cache_bytes: int) -> bool:
-        """Return whether a cache holds all logits of the largest shard."""
+    def fits_cache(self, num_tokens: int, logits_cache_bytes: int | None) -> bool:
+        """Return whether all logits of the largest shard are kept: where they fit; None: of up to 4 H tokens."""
+        if logits_cache_bytes is None:
+            return self.scratch.caches and num_tokens * self.itemsize <= CACHED_BYTES_PER_H * self.hidden_size
         return self.scratch.caches and num_tokens * self.cache_bytes_per_token(self.max_columns) <= logits_cache_bytes
 
     def smallest_workspace(self, *, needs_grad: bool, needs_weight: bool) -> int:

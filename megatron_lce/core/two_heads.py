@@ -159,6 +159,10 @@ class TwoHeads:
             heads = self.heads._replace(terms=self.terms)
             self.call.backend.divergence_grad_logits(heads, self.raw_logits, self.stats, self.cached)
 
+    def take_cached(self) -> Tensor | None:
+        cached, self.cached = self.cached, None
+        return cached
+
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Recompute both heads' logits, and write the student's gradient to a slab."""
         if self.raw_logits is None:

@@ -88,7 +88,7 @@ class CapturedHead:
         return (torch.stack(rows) != ignore_index).all(dim=0)
 
     def linear_cross_entropy(
-        self, labels: Tensor, *, logits_cache_bytes: int = 0, **options: Unpack[kw.TokenLossOptions]
+        self, labels: Tensor, *, logits_cache_bytes: int | None = None, **options: Unpack[kw.TokenLossOptions]
     ) -> LinearCrossEntropyOutput:
         """Return `megatron_lce.linear_cross_entropy` of the captured head.
 

@@ -46,9 +46,9 @@ class FusedLinearCE:
     def __repr__(self) -> str:
         if self._fused is None or not self.enabled:
             return f"FusedLinearCE(not enabled: {'; '.join(self.reasons)})"
-        known = self._fused.upstream_check is not None
-        options = dict(self._fused.options, skip_masked=self._fused.skip_masked, known_loss=known)
-        device = next(self._fused.language_model.parameters()).device
+        fused = self._fused
+        options = dict(fused.options, skip_masked=fused.skip_masked, known_loss=fused.known_loss)
+        device = next(fused.language_model.parameters()).device
         backend = describe_backend(options.pop("backend"), device)
         asked = {name: value for name, value in options.items() if value or name.endswith("_bytes")}
         given = "".join(f", {name}={value}" for name, value in asked.items())
@@ -89,12 +89,12 @@ def enable_fused_linear_ce(
     use_fused_linear_ce: bool = True,
     on_unsupported: Literal["fallback", "raise"] = "fallback",
     *,
-    logits_cache_bytes: int = 0,
+    logits_cache_bytes: int | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
     vocab_size: int | None = None,
     softcap: float | None = None,
     skip_masked: bool = False,
-    known_loss: bool = False,
+    known_loss: bool | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     backend: BackendName = "auto",
@@ -120,12 +120,14 @@ def enable_fused_linear_ce(
             mask to the language model's own forward (LLaVA does not pass it on); a call with labels and no mask warns
             once. MTP losses take it as Megatron shifts it. The host waits once in each pass for the number of rows.
             While a CUDA graph is captured, all rows are computed.
-        known_loss: set this when your loss is a plain masked mean or sum, as in Megatron's own loops, so that the
-            losses of all unmasked tokens get the same upstream gradient. Gradients are then computed in forward, for an
-            upstream of 1: three matmuls instead of four. From forward to backward each microbatch in flight, and each
-            MTP loss, holds the hidden-state gradient (2 N H bytes) and the weight gradient, or its fp32 sum (4 V H
-            bytes for the V columns of a rank). An upstream that is not one number raises in the first backward pass,
-            and makes the gradients NaN later. Takes no `logits_cache_bytes`.
+        known_loss: whether the losses of all unmasked tokens get one upstream gradient, as a plain masked mean or sum
+            gives them. It matters where not all logits are kept: both gradients are then computed in forward, for an
+            upstream of 1, in three matmuls instead of four. From forward to backward each microbatch in flight, and
+            each MTP loss, holds the hidden-state gradient (2 N H bytes) and the weight gradient, or its fp32 sum (4 V H
+            bytes for the V columns of a rank). `None`: the first backward pass finds it out, with one wait of the host;
+            so do later ones while all tokens are masked. True: it raises if it is not so. False: gradients are computed
+            in backward. If a later upstream gradient is not one number, the gradients of its pass are NaN, and the next
+            forward pass raises. Pass the `loss_mask`, if the loss has one, to the model.
         z_loss, label_smoothing: z >= 0 and e in [0, 1] of the per-token loss, MTP's included,
 
                 (1 - e) (-log p(label)) + e (lse - mean_logit) + z lse^2
@@ -146,7 +148,8 @@ def enable_fused_linear_ce(
 
     The model's forward then raises ValueError for a `loss_mask` of another shape than labels' (`skip_masked`), and
     for what `megatron_lce.linear_cross_entropy` raises it; RuntimeError where code between head and loss reads logits,
-    or where the loss is left to Megatron although `z_loss` or `label_smoothing` is not 0.
+    where the loss is left to Megatron although `z_loss` or `label_smoothing` is not 0, or after a backward pass whose
+    upstream gradient was not the one number that `known_loss` says.
     """
     options: dict[str, Any] = {
         "logits_cache_bytes": logits_cache_bytes,
@@ -202,11 +205,11 @@ def _refusal(settings: dict[str, Any], modules: list[nn.Module]) -> Exception | 
     try:
         check_choice("on_unsupported", settings["on_unsupported"], ("fallback", "raise"))
         check_options(Options(**options))
-        for name in ("use_fused_linear_ce", "skip_masked", "known_loss"):
+        for name in ("use_fused_linear_ce", "skip_masked"):
             check_bool(name, settings[name])
-        if settings["known_loss"]:
-            cache_bytes = settings["logits_cache_bytes"]
-            require(cache_bytes == 0, "logits_cache_bytes", "be 0 with known_loss", cache_bytes)
+        known = settings["known_loss"]
+        if known is not None:
+            check_bool("known_loss", known)
         check_number("z_loss", settings["z_loss"])
         require(settings["z_loss"] >= 0, "z_loss", "be at least 0", settings["z_loss"])
         check_fraction("label_smoothing", settings["label_smoothing"])

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
-from megatron_lce.api.linear_token_loss import linear_token_losses
+from megatron_lce.api.model_loss import model_loss
 from megatron_lce.checks.validation import as_int64, check_choice
 from megatron_lce.compat import Reduction, reduced
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import UpstreamCheck
-from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
+from megatron_lce.core.losses import TokenCrossEntropy
+from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.head_call import HeadCall, transpose_batch_sequence
 from megatron_lce.megatron.heads import logits_dtype_of
 
@@ -61,7 +61,8 @@ class UncomputedLogits(Tensor):
         labels: Tensor,
         telemetry: bool = False,
         *,
-        upstream_check: UpstreamCheck | None = None,
+        upstream: UpstreamCheck | None = None,
+        counted: Tensor | None = None,  # [b, s] bool, beside `upstream`
         reduction: Reduction = "none",
         ignore_index: int = IGNORE_INDEX,
         z_loss: float = 0.0,
@@ -71,27 +72,16 @@ class UncomputedLogits(Tensor):
         """Return the fp32 loss [b, s] of labels [b, s] of any integer dtype, its sum or its mean.
 
         It is the cross-entropy with the terms of `enable_fused_linear_ce`. Rows whose label is negative or
-        `ignore_index` are ignored. With an `upstream_check` all other losses must share one upstream gradient:
-        gradients are computed here, and backward scales them.
+        `ignore_index` are ignored. `upstream`: see `model_loss`.
         """
-
-        def loss(out: LinearCrossEntropyOutput) -> Tensor:
-            losses = -out.logprobs
-            if label_smoothing and out.mean_logit is not None:
-                losses = (1 - label_smoothing) * losses + label_smoothing * (out.lse - out.mean_logit)
-            return losses + z_loss * out.lse.square() if z_loss else losses
-
         check_choice("reduction", reduction, get_args(Reduction))
         labels = as_int64(labels)
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
         wanted = telemetry or (label_smoothing > 0 and "mean_logit")
         options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": wanted}
-        if upstream_check is None or not torch.is_grad_enabled():
-            out = self.call.run(linear_cross_entropy, labels, **options)
-            losses = loss(out)
-        else:
-            del options["logits_cache_bytes"]
-            losses, out = self.call.run(linear_token_losses, labels, upstream_check, loss, **options)
+        counted = self.call.sequence_first("loss_mask", counted)
+        formula = TokenCrossEntropy(z_loss, label_smoothing)
+        losses, out = self.call.run(model_loss, labels, formula, upstream, counted, **options)
         if telemetry and out.max_logit is not None and out.argmax is not None:
             self.max_and_argmax = transpose_batch_sequence(out.max_logit), transpose_batch_sequence(out.argmax)
         return reduced(losses, reduction, labels != IGNORE_INDEX)

@@ -1,7 +1,4 @@
-"""The fused loss of an enabled model: what runs in place of the head's forward and the model's loss.
-
-Its formula is in `logits.py`.
-"""
+"""The fused loss of an enabled model: what runs in place of the head's forward and the model's loss."""
 
 from __future__ import annotations
 
@@ -34,11 +31,15 @@ class FusedLoss(ReplacedHead):
 
     opened_by = "enable_fused_linear_ce"
 
-    def __init__(self, language_model: LanguageModule, options: dict[str, Any], skip_masked: bool, known_loss: bool):
+    def __init__(
+        self, language_model: LanguageModule, options: dict[str, Any], skip_masked: bool, known_loss: bool | None
+    ):
         super().__init__(language_model)
-        self.options, self.skip_masked = options, skip_masked
-        self.upstream_check = UpstreamCheck(checks_left=1 + self.mtp_layers) if known_loss else None
-        self._mtp_mask: Tensor | None = None  # [b, s], 0 at tokens that the last MTP loss left out
+        self.options, self.skip_masked, self.known_loss = options, skip_masked, known_loss
+        num_losses = 0 if known_loss is False else 1 + self.mtp_layers
+        self._upstream = [UpstreamCheck(known_loss) for _ in range(num_losses)]  # of the main loss, and MTP's
+        self._mask: Tensor | None = None  # [b, s], 0 at tokens that the last loss left out; None: none, or not wanted
+        self._mtp_mask: Tensor | None = None  # the same, as the last MTP loss rolled it
         self._packed: dict[str, Any] = {}  # Megatron's parameters of packed sequences
         self._warned: set[str] = set()
         self._wants_logits = False  # the pass has no labels
@@ -137,23 +138,36 @@ class FusedLoss(ReplacedHead):
         with laying_out():
             if self._refused is not None:
                 refuse(self._refused)
-            if self.mtp_losses_left > 0 and self._mtp_mask is not None:  # Megatron rolls tokens of weight 0 in
-                from megatron.core.transformer.multi_token_prediction import roll_tensor
+            depth = 0 if labels is self._labels else self.mtp_losses_left  # 0: the main loss; MTP's come before
+            self.mtp_losses_left = max(0, depth - 1)
+            mask = self._mask
+            if depth > 0 and mask is not None:
+                self._mtp_mask = mask = self._rolled(mask if self._mtp_mask is None else self._mtp_mask)
+                if self.skip_masked:
+                    labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
+            if self._upstream:
+                arguments |= {"upstream": self._upstream[depth], "counted": None if mask is None else mask != 0}
+            return logits.compute_loss(labels, **arguments, **self.options_now())
 
-                self.mtp_losses_left -= 1
-                context, packed = self.language_model.cp_group, self._packed
-                takes_lists = "tensors" in inspect.signature(roll_tensor).parameters  # Megatron's dev branch
-                mask: Any = [self._mtp_mask] if takes_lists else self._mtp_mask
-                self._mtp_mask = roll_tensor(mask, shifts=-1, dims=-1, cp_group=context, **packed)[0]
-                labels = labels.masked_fill(self._mtp_mask == 0, IGNORE_INDEX)
-            return logits.compute_loss(labels, upstream_check=self.upstream_check, **arguments, **self.options_now())
+    def _rolled(self, mask: Tensor) -> Tensor:
+        """Return the mask [b, s] of the next MTP loss, as Megatron rolls it: tokens of weight 0 come in."""
+        from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+        takes_lists = "tensors" in inspect.signature(roll_tensor).parameters  # Megatron's dev branch
+        given: Any = [mask] if takes_lists else mask
+        return roll_tensor(given, shifts=-1, dims=-1, cp_group=self.language_model.cp_group, **self._packed)[0]
 
     def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
-        """Note whether the model wants logits, and return labels [b, s] in which masked tokens are ignored.
+        """Note whether the model wants logits, and return labels [b, s] in which tokens to skip are ignored.
 
         Megatron shifts labels and mask alike for its MTP losses.
+
+        Raises:
+            RuntimeError: the last backward pass had no one upstream gradient, though that was known.
         """
-        self._fallback_reason = self._mtp_mask = self._refused = None
+        for upstream in self._upstream:
+            upstream.check_last_passes()
+        self._fallback_reason = self._mask = self._mtp_mask = self._refused = None
         labels = self._masked_labels(given)
         self._wants_logits = labels is None and takes_labels
         self._labels, self._labels_version = labels, 0 if labels is None else tensor_version(labels)
@@ -161,20 +175,21 @@ class FusedLoss(ReplacedHead):
 
     def _masked_labels(self, given: dict[str, Any]) -> Tensor | None:
         labels, loss_mask = given.get("labels"), given.get("loss_mask")
-        if labels is None or not (self.skip_masked or self.upstream_check):
+        if labels is None or not (self.skip_masked or self._upstream):
             return labels
         if loss_mask is not None and loss_mask.shape != labels.shape:
             shapes = f"{tuple(labels.shape)}, got {tuple(loss_mask.shape)}"
             self._refused = ValueError(f"loss_mask must have labels' shape, {shapes}")
             return labels
-        if self.upstream_check and self.mtp_layers:
-            self._mtp_mask = torch.ones_like(labels) if loss_mask is None else (loss_mask != 0).long()
+        if loss_mask is not None or self.mtp_layers:  # Megatron's MTP losses leave out what is rolled in
+            self._mask = torch.ones_like(labels) if loss_mask is None else (loss_mask != 0).long()
             packed = given.get("packed_seq_params")
             self._packed = {} if packed is None else {"packed_seq_params": packed}  # not in megatron-core 0.14
+        if not self.skip_masked:
+            return labels
         if loss_mask is None:
-            if self.skip_masked:
-                called = f"{type(self.language_model).__name__} was called with labels and without loss_mask"
-                self._warn_once(called, "skip_masked is True but only negative labels are skipped")
+            called = f"{type(self.language_model).__name__} was called with labels and without loss_mask"
+            self._warn_once(called, "skip_masked is True but only negative labels are skipped")
             return labels
         return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
 

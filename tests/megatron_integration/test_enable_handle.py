@@ -66,7 +66,7 @@ def test_a_call_that_is_refused_leaves_the_loss_as_it_was(untied):
 def test_what_a_handle_says_of_itself(untied):
     handle = enable(untied, vocab_size=96)
     assert repr(handle) == (
-        "FusedLinearCE(enabled, backend: torch, logits_cache_bytes=0, workspace_bytes=536870912, vocab_size=96)"
+        "FusedLinearCE(enabled, backend: torch, logits_cache_bytes=None, workspace_bytes=536870912, vocab_size=96)"
     )
     with capture_lm_head(untied):
         assert repr(handle) == "FusedLinearCE(not enabled: a capture of the model is open)"

@@ -64,11 +64,6 @@ def test_a_second_backward_raises_and_no_gradient_makes_nothing(untied, tensors,
         assert not untied(*tensors, labels=labels).requires_grad
 
 
-def test_kept_logits_are_refused(untied):
-    message = "logits_cache_bytes must be 0 with known_loss, got 1"
-    assert_refused(ValueError, message, enable, untied, known_loss=True, logits_cache_bytes=1)
-
-
 @pytest.mark.parametrize("rolled", ["a tensor", "a list"])
 @pytest.mark.parametrize("kept", ["some", "all"])
 def test_mtp_losses_are_known_too(device, mask, kept, rolled, monkeypatch, tensors, labels):
@@ -89,10 +84,8 @@ def test_mtp_losses_are_known_too(device, mask, kept, rolled, monkeypatch, tenso
     expected = megatron_world.gradients(model, masked_mean(model(*tensors, **given), mask) * 3)
     enable(model, known_loss=True)
     called = []
-    run = uncomputed_logits.linear_token_losses
-    monkeypatch.setattr(
-        uncomputed_logits, "linear_token_losses", lambda *args, **kwargs: called.append(1) or run(*args, **kwargs)
-    )
+    run = uncomputed_logits.model_loss
+    monkeypatch.setattr(uncomputed_logits, "model_loss", lambda *args, **given: called.append(1) or run(*args, **given))
     for _ in range(2):  # looked at by the host, then on the device
         megatron_world.assert_gradients(model, masked_mean(model(*tensors, **given), mask) * 3, expected)
     assert len(called) == 2 * 3
