@@ -40,6 +40,10 @@ class CapturingHead(ReplacedHead):
 
         torch.compile needs this, because it cannot trace a read of uncomputed logits.
         """
+        hooks = self.language_model._forward_pre_hooks.values()
+        captures = [hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), CapturingHead)]
+        if captures[-1] is not self:  # which records this pass, and would see the labels
+            return None
         self.captured.mtp_heads, self._packed = (), given.get("packed_seq_params")
         if self._captures_mtp:
             discard_metrics()

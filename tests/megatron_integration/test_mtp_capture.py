@@ -161,6 +161,35 @@ def test_mistakes_raise(device, tensors, labels):
         pass
 
 
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize(("outer", "inner"), [("capture", "loss"), ("loss", "capture")])
+def test_a_capture_inside_another_alone_decides_the_pass(outer, inner, labelled, device, tensors, labels):
+    """Its MTP losses are of labels that the caller gave, and the outer one keeps what it captured before."""
+    model, given = megatron_world.build(device, mtp_layers=1).train(), {"labels": labels} if labelled else {}
+
+    def one_pass():
+        MTPLossLoggingHelper.tracker.clear()
+        try:
+            with capture_lm_head(model, mtp=inner) as head:
+                model(*tensors, **given)
+        except AttributeError:  # some versions of Megatron need labels where there is MTP
+            return None
+        gradients = megatron_world.gradients(model, -head.linear_cross_entropy(labels, backend="torch").logprobs.sum())
+        return gradients, [len(head.mtp_heads), "values" in MTPLossLoggingHelper.tracker]
+
+    expected = one_pass()
+    assert expected or (inner, labelled) == ("loss", False)
+    with capture_lm_head(model, mtp=outer) as around:
+        model(*tensors, labels=labels)
+        before = around.hidden, around.mtp_heads
+        found = one_pass()
+    assert (around.hidden, around.mtp_heads) == before
+    assert (found is None) == (expected is None)
+    if found and expected:
+        assert found[1] == expected[1]
+        megatron_world.assert_same_gradients(found[0], expected[0])
+
+
 def test_the_expected_number_of_accepted_tokens_trains_end_to_end(device, tensors, labels):
     """Over two depths, coupled in torch from total variations per token, against fp64."""
     model = megatron_world.build(device, mtp_layers=2)
