@@ -254,6 +254,27 @@ def test_code_outside_of_the_framework_that_took_a_function_by_name(make):
     del sys.modules["recipe_before"], sys.modules["recipe_after"]
 
 
+@pytest.mark.parametrize("framework", ["slime", "swift"])  # functions; methods of classes, too
+def test_a_module_that_is_loaded_again(framework, make):
+    """It gets ours anew; importers keep what they took, as without us, and all get the framework's back."""
+    make(framework)
+    plugin = import_plugin(framework).plugin
+    importers = [(importlib.import_module(module), name) for module, name in BY_NAME[framework]]
+    holders = [(get(x.name.rpartition(".")[0]), x.path.partition(".")[2]) for x in plugin.replacements if "." in x.path]
+    old = [*importers, *holders]
+    originals = [getattr(*place).__wrapped__ for place in old]
+    for function in {function.module: function for function in plugin.replacements}.values():
+        importlib.reload(sys.modules[function.module])
+    targets = [function.name for function in plugin.replacements]
+    assert all(map(is_ours, [*map(get, targets), *(getattr(*place) for place in old)]))
+    assert not any(is_ours(get(target).__wrapped__) for target in targets)
+    plugin.uninstall()
+    assert [getattr(*place) for place in old] == originals
+    assert not any(map(is_ours, map(get, targets)))
+    plugin.install()
+    assert all(map(is_ours, map(get, targets)))
+
+
 class AnotherHook:
     """A type checker's, as jaxtyping's and typeguard's: it loads modules itself."""
 

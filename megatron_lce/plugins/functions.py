@@ -36,6 +36,10 @@ class Function(NamedTuple):
         """Returns the function, or None if it is missing or its module is not loaded."""
         return functools.reduce(lambda x, y: getattr(x, y, None), self.path.split("."), sys.modules.get(self.module))
 
+    def holder(self) -> Any:
+        """Returns the loaded module or class that has the function."""
+        return functools.reduce(getattr, self.path.split(".")[:-1], sys.modules[self.module])
+
     def check(self, framework: str) -> Any:
         """Returns the function, or None if its module is not loaded. Its parameters are read in the source.
 

@@ -25,7 +25,8 @@ class Plugin:
         self.functions = {Function.of(text): ours for text, ours in table.items()}
         self.replacements = {function: ours for function, ours in self.functions.items() if ours}
         self.modules: dict[str, ModuleType | None] = {function.module: None for function in self.replacements}
-        self.replaced: dict[Function, tuple[Any, Any]] = {}  # the framework's, ours
+        # The module or class, the framework's function, and ours; again for each time that the module was reloaded.
+        self.replaced: dict[Function, list[tuple[Any, Any, Any]]] = {}
         self.lock = threading.RLock()
 
     def install(self, *_: object) -> None:
@@ -44,11 +45,12 @@ class Plugin:
     def uninstall(self) -> None:
         """Restores the framework's functions. If something else has replaced ours: RuntimeError, and no change."""
         with self.lock:
-            for x, (_, replacement) in self.replaced.items():
-                if (now := x.loaded()) is not replacement:
+            for x, times in self.replaced.items():
+                if (now := x.loaded()) is not times[-1][-1]:
                     raise RuntimeError(f"{origin(now)} has replaced {x.name} after megatron_lce: undo that first")
-            for function, (original, replacement) in self.replaced.items():
-                put(function, replacement, original)
+            for function, times in self.replaced.items():
+                for holder, original, replacement in times:
+                    put(function, holder, replacement, original)
             self.replaced.clear()
             self.modules = dict.fromkeys(self.modules)
             sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
@@ -83,21 +85,21 @@ class Plugin:
     def _replace_in(self, modules: Collection[str]) -> None:
         modules = modules if self in sys.meta_path else ()  # another thread may have uninstalled it
         self.modules |= {name: sys.modules[name] for name in modules}
-        ours = [replacement for _, replacement in self.replaced.values()]  # a loader that modules share comes twice
+        ours = [times[-1][-1] for times in self.replaced.values()]  # a loader that modules share comes twice
         new = [x for x in self.replacements if x.module in modules and x.loaded() not in ours]
         originals = {x: x.check(self.framework) for x in new}
         for function, original in originals.items():  # after all checks
-            self.replaced[function] = original, called_with(original, self.replacements[function])
-            put(function, *self.replaced[function])
+            replaced = function.holder(), original, called_with(original, self.replacements[function])
+            self.replaced.setdefault(function, []).append(replaced)
+            put(function, *replaced)
         if originals:  # as a warning, because frameworks hide INFO
             names = ", ".join(function.name for function in originals)
             logger.warning("megatron_lce has replaced in %s: %s", version_of(self.framework), names)
 
 
-def put(function: Function, old: Any, new: Any) -> None:
+def put(function: Function, holder: Any, old: Any, new: Any) -> None:
     """Puts `new` in place of `old`, and in every module that imported it by name from the one that defines it."""
-    *parents, name = function.path.split(".")
-    setattr(functools.reduce(getattr, parents, sys.modules[function.module]), name, new)
+    setattr(holder, function.path.rpartition(".")[2], new)
     if function.module in (origin(old), origin(new)):
         for module in [module for module in [*sys.modules.values()] if isinstance(module, ModuleType)]:
             vars(module).update({name: new for name, value in [*vars(module).items()] if value is old})
