@@ -1,13 +1,13 @@
 """The choice of a backend by configuration and hardware alone, so that all ranks choose the same."""
 
 import importlib.util
-import warnings
 from functools import lru_cache
 
 import torch
 
 from megatron_lce.backends.torch import primitives as torch_backend
 from megatron_lce.core.backend import Backend
+from megatron_lce.core.caller import warn
 from megatron_lce.core.options import BackendName
 
 
@@ -30,7 +30,7 @@ def load_backend(backend: BackendName, device: torch.device) -> Backend:
 
 @lru_cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=4)
+    warn(message)
 
 
 def describe_backend(backend: BackendName, device: torch.device) -> str:

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, get_args
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_lce.core.caller import warn
 from megatron_lce.core.options import BackendName, Options
 
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ def renamed(name: str, other: str) -> Callable[[Callable[P, R]], Callable[P, R]]
             if other in kwargs:
                 if name in kwargs:
                     raise TypeError(f"{other} must not be given beside {name}, its name here")
-                warnings.warn(f"{other} is called {name} here", UserWarning, stacklevel=2)
+                warn(f"{other} is called {name} here")
                 kwargs[name] = kwargs.pop(other)
             return function(*args, **kwargs)
 

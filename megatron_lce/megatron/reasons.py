@@ -6,7 +6,6 @@ Reasons come from configuration, types and shapes, which all ranks share, and fr
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_lce.checks.together import agree
+from megatron_lce.core.caller import warn
 from megatron_lce.megatron.heads import logits_reasons, loss_reasons, reasons_after_call, reasons_in_call, weight_of
 
 if TYPE_CHECKING:
@@ -98,4 +98,4 @@ def warn_on_one_rank(message: str) -> None:
         of_data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         rank = parallel_state.get_tensor_model_parallel_rank() + of_data
     if rank == 0:
-        warnings.warn(message, UserWarning, stacklevel=3)
+        warn(message)

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -184,3 +186,21 @@ def test_skipping_by_the_name_that_it_has_in_a_call(untied, tensors, labels):
     with pytest.warns(UserWarning, match="^skip_masked is called skip_ignored here$"):
         found = head.linear_cross_entropy(labels, skip_masked=True)
     assert torch.equal(found.logprobs, expected.logprobs)
+
+
+def test_warnings_point_at_the_callers_line(device, tensors, labels):
+    """Also those of a forward pass, whatever is around the model."""
+    model = megatron_world.build(device, ddp=True, dtype=torch.bfloat16).train()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        enable_fused_linear_ce(model, skip_ignored=True, backend="torch")
+        model(*tensors)
+        model(*tensors, labels=labels)
+        with capture_lm_head(model) as head:
+            model(*tensors)
+        head.linear_cross_entropy(labels, skip_masked=True, backend="torch")
+        model.module.module.output_layer.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
+        enable_fused_linear_ce(model)
+    ours = [one for one in told if re.match("skip_|fused linear", str(one.message))]
+    assert len({one.lineno for one in ours}) == len(ours) == 5
+    assert {one.filename for one in ours} == {__file__}
