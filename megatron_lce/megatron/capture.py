@@ -44,7 +44,8 @@ class CapturingHead(ReplacedHead):
         captures = [hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), CapturingHead)]
         if captures[-1] is not self:  # which records this pass, and would see the labels
             return None
-        self.captured.mtp_heads, self._packed = (), given.get("packed_seq_params")
+        self.captured._start_pass()
+        self._packed = given.get("packed_seq_params")
         if self._captures_mtp:
             discard_metrics()
         if given.get("labels") is not None or not takes_labels:
@@ -99,9 +100,9 @@ class CapturingHead(ReplacedHead):
         call, head = logits.call, CapturedHead()
         nothing = torch.zeros(call.batch_and_sequence, dtype=torch.float32, device=call.hidden.device)
         logits.max_and_argmax = nothing.T, nothing.T.long()
-        call.depth = len(self.captured.mtp_heads) + 1
+        call.depth = len(self.captured._mtp_heads) + 1
         self._record(head, call)
-        self.captured.mtp_heads += (head,)
+        self.captured._mtp_heads += (head,)
         return nothing
 
     def _record(self, head: CapturedHead, call: HeadCall) -> None:
@@ -112,6 +113,7 @@ class CapturingHead(ReplacedHead):
     def _capture(self, call: HeadCall) -> Tensor:
         """Record the inputs of the main head's logits, and return [s, b, 0] in their place, which takes no memory."""
         self._record(self.captured, call)
+        self.captured._is_used = False
         self.mtp_losses_left = self.mtp_layers
         batch, sequence = call.batch_and_sequence
         return call.hidden.new_empty((sequence, batch, 0)).as_subclass(NoLogits)
@@ -125,9 +127,10 @@ class capture_lm_head(contextlib.AbstractContextManager[CapturedHead, None]):
         out = head.linear_cross_entropy(labels, temperature=0.7)
 
     The model returns an empty [b, s, 0] tensor; reading it as logits raises. With MTP, pass the labels: the MTP losses
-    are computed, fused, and take effect on the hidden states as in Megatron; the main loss is left to the caller. The
-    last of several forward passes is kept. The result stays valid after the context; it keeps hidden and its graph
-    alive. All ranks of the head's tensor-parallel group must open its first capture together.
+    are computed, fused, and take effect on the hidden states as in Megatron; the main loss is left to the caller. Each
+    forward pass replaces the one before, with a warning if that was not used. The result stays valid after the context;
+    it keeps hidden and its graph alive. All ranks of the head's tensor-parallel group must open its first capture
+    together.
 
     Args:
         model: as in `enable_fused_linear_ce`.

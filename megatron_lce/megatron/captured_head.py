@@ -20,6 +20,7 @@ from megatron_lce.api.support_logprobs import support_logprobs
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import laying_out, refusing
+from megatron_lce.core.caller import warn
 from megatron_lce.core.divergence_types import Kind, LinearDivergenceOutput
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall, StoredHead, batch_first, csr_sequence_first
@@ -50,15 +51,25 @@ class CapturedHead:
         loss = head.mtp_heads[0].linear_jsd(head, labels=labels, beta=0)  # row t with row t + 1 of the main head
     """
 
-    hidden: Tensor | None = None
     weight: Tensor | None = None
     tp_group: ProcessGroup | None = None
     sequence_parallel = False
-    mtp_heads: tuple[CapturedHead, ...] = ()
 
     def __init__(self, why_nothing: str = "no forward pass has reached the head"):
         self._why_nothing = why_nothing
         self._call: HeadCall | None = None
+        self._mtp_heads: tuple[CapturedHead, ...] = ()
+        self._is_used = True  # whether anything was read of the last pass
+
+    @property
+    def hidden(self) -> Tensor | None:
+        self._is_used = True
+        return None if self._call is None else self._call.hidden
+
+    @property
+    def mtp_heads(self) -> tuple[CapturedHead, ...]:
+        self._is_used = True
+        return self._mtp_heads
 
     def __repr__(self) -> str:
         if self._call is None:
@@ -69,8 +80,16 @@ class CapturedHead:
         parts += ["sequence parallel"] * self.sequence_parallel + ["no graph"] * (not self._call.with_gradient)
         return f"CapturedHead({', '.join(parts)}, backend: {describe_backend('auto', hidden.device)})"
 
+    def _start_pass(self) -> None:
+        if not self._is_used:
+            warn(
+                "a forward pass inside capture_lm_head replaces another, which was not used: call the operations of "
+                "the captured head after each pass, or capture each pass"
+            )
+        self._mtp_heads, self._is_used = (), True
+
     def _record(self, call: HeadCall) -> None:
-        self._call, self.hidden, self.weight = call, call.hidden, call.weight
+        self._call, self.weight = call, call.weight
         self.tp_group, self.sequence_parallel = call.head.tp_group, call.sequence_parallel
 
     def chain_mask(self, labels: Tensor | None = None, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -219,6 +238,7 @@ class CapturedHead:
             yield call
 
     def _captured_call(self, whose: str = "") -> HeadCall:
+        self._is_used = True
         if self._call is None:
             raise RuntimeError(f"nothing was captured{whose}: {self._why_nothing}")
         return self._call

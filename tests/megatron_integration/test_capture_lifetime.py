@@ -1,6 +1,7 @@
 """How long a capture holds what it captured, how often it is opened, which model it is of, and first mistakes."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from tests import megatron_world
 from tests.megatron_world import assert_refused, captured, state
 
 
@@ -37,6 +39,26 @@ def test_a_capture_is_opened_again_inside_itself_and_after(untied, tensors):
             untied(*tensors)
         assert outer.hidden is not None
         assert state(untied) == before
+
+
+@pytest.mark.parametrize("use", ["nothing", "hidden", "an operation", "an MTP head"])
+def test_a_pass_that_is_lost_unused_is_told(use, device, tensors, labels):
+    """Microbatches that are used one by one, as a schedule does, are not."""
+    model = megatron_world.build(device, mtp_layers=1)
+    uses = {
+        "nothing": lambda head: repr(head),
+        "hidden": lambda head: head.hidden.detach(),
+        "an operation": lambda head: head.linear_cross_entropy(labels, backend="torch"),
+        "an MTP head": lambda head: head.mtp_heads[0].linear_cross_entropy(labels, backend="torch"),
+    }
+    with warnings.catch_warnings(record=True) as told, capture_lm_head(model, mtp="capture") as head:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(*tensors)
+            uses[use](head)
+    message = "a forward pass inside capture_lm_head replaces another, which was not used"
+    lost = [one.filename for one in told if str(one.message).startswith(message)]
+    assert lost == [__file__] * (use == "nothing")
 
 
 READINGS = {
