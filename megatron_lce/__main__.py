@@ -109,8 +109,9 @@ def _whole(text: str) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     try:
         from megatron_lce.command import doctor
-    except ImportError as error:
-        print(f"PROBLEM: torch cannot be imported: {error}")
+    except (ImportError, OSError) as error:
+        problem = f"torch cannot be imported: {type(error).__name__}: {error}"
+        print(json.dumps({"problems": [problem]}, indent=1) if arguments.json else f"PROBLEM: {problem}")
         return 1
     report = doctor.examine(arguments.device)
     print(json.dumps(report, indent=1) if arguments.json else doctor.format_report(report))

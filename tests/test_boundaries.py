@@ -207,8 +207,13 @@ def test_works_with_neither_triton_nor_megatron():
         assert hidden.grad.isfinite().all()
         with pytest.raises(ValueError, match="triton is not installed"):
             megatron_lce.linear_cross_entropy(hidden, weight, labels, backend="triton")
-        with pytest.raises(ImportError, match="megatron"), megatron_lce.capture_lm_head(torch.nn.Linear(2, 2)):
+        message = "megatron-core is not installed, .* extra: pip install 'megatron-lce.megatron.'; for other models"
+        with pytest.raises(ImportError, match=message):
+            megatron_lce.enable_fused_linear_ce(torch.nn.Linear(2, 2))
+        with pytest.raises(ImportError, match=message), megatron_lce.capture_lm_head(torch.nn.Linear(2, 2)):
             pass
+        off = megatron_lce.enable_fused_linear_ce(torch.nn.Linear(2, 2), False)
+        assert off.reasons == ("use_fused_linear_ce is False",)
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300, check=False)

@@ -110,16 +110,22 @@ def test_a_gpu_without_triton_is_a_problem(monkeypatch, capsys, quick_self_test)
     assert "PROBLEM: the GPU runs the slower torch backend: triton is not installed" in printed
 
 
-def test_without_torch_a_sentence_says_so():
-    printed = run_program("""
-        import sys
-        sys.modules["torch"] = None  # as if not installed
+@pytest.mark.parametrize("what", ["ImportError('not installed')", "OSError('libcudart.so.12: cannot open')"])
+def test_without_torch_a_sentence_says_so(what, tmp_path):
+    (tmp_path / "torch.py").write_text(f"raise {what}")
+    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    program = """
         from megatron_lce.__main__ import main
         assert main(["doctor"]) == 1
         assert main(["estimate", "--model", "Qwen3-8B"]) == 0
-    """)
-    assert printed.startswith("PROBLEM: torch cannot be imported: ")
+    """
+    printed = run_program(program, PYTHONPATH=path)
+    problem = f"torch cannot be imported: {what.replace('(', ': ').translate({39: None, 41: None})}"
+    assert printed.startswith(f"PROBLEM: {problem}\n")
     assert "The head's peak falls from " in printed
+    program = 'from megatron_lce.__main__ import main; assert main(["doctor", "--json"]) == 1'
+    printed = run_program(program, PYTHONPATH=path)
+    assert json.loads(printed) == {"problems": [problem]}
 
 
 def test_versions_that_are_too_old_are_a_problem():

@@ -138,6 +138,7 @@ class capture_lm_head(contextlib.AbstractContextManager[CapturedHead, None]):
             nothing, neither to gradients nor to its metrics. Labels need not be passed.
 
     Raises:
+        ModuleNotFoundError: megatron-core is not installed.
         TypeError: `model` neither is nor holds a megatron-core language model.
         ValueError: hidden and weight do not determine the logits, for the reasons listed; or there are several heads.
     """

@@ -140,6 +140,7 @@ def enable_fused_linear_ce(
         tensor-parallel group must make this call together.
 
     Raises:
+        ModuleNotFoundError: megatron-core is not installed.
         TypeError: `model` neither is nor holds a megatron-core language model, or an option has the wrong type.
         ValueError: an option is out of its range, `softcap` is given to a head that has its own, `model` holds several
             heads, the head is unsupported ("raise", or `z_loss` or `label_smoothing` is not 0), or another rank of the

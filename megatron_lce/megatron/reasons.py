@@ -20,25 +20,32 @@ from megatron_lce.megatron.heads import logits_reasons, loss_reasons, reasons_af
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
+_OTHER_MODELS = (
+    "for other models (Hugging Face, FSDP) there are megatron_lce.linear_cross_entropy(hidden, weight, labels) and "
+    "megatron_lce.FusedLinearHead"
+)
 NO_HEAD = "this pipeline stage has no LM head"
 
 
 def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModule | None:
     """Return the language model whose output layer makes the logits, None on other pipeline stages.
 
-    Raises as `enable_fused_linear_ce` if there is no megatron-core model, or several heads.
+    Raises as `enable_fused_linear_ce` if there is no megatron-core, no model of it, or several heads.
     """
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.transformer.module import MegatronModule
+    try:
+        from megatron.core.models.common.language_module.language_module import LanguageModule
+        from megatron.core.transformer.module import MegatronModule
+    except ModuleNotFoundError as error:
+        if not "megatron.core.".startswith(f"{error.name}."):  # megatron-core needs something else
+            raise
+        needed = "megatron-core is not installed, which is an extra: pip install 'megatron-lce[megatron]'"
+        raise ModuleNotFoundError(f"{needed}; {_OTHER_MODELS}", name=error.name) from None
 
     modules = modules_of(model)
     if not any(isinstance(module, MegatronModule) for module in modules):
         chunks = [model] if isinstance(model, nn.Module) else model
         kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list"
-        raise TypeError(
-            f"model must be or hold a megatron-core language model, got {kinds}; for other models (Hugging Face, FSDP) "
-            "there are megatron_lce.linear_cross_entropy(hidden, weight, labels) and megatron_lce.FusedLinearHead"
-        )
+        raise TypeError(f"model must be or hold a megatron-core language model, got {kinds}; {_OTHER_MODELS}")
     owners = [module for module in modules if isinstance(module, LanguageModule) and _makes_logits(module)]
     if len(owners) > 1:
         kinds = ", ".join(type(owner).__name__ for owner in owners)
