@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron_lce import linear_jsd
-from tests.jsd_oracle import JsdInputs, evaluate_jsd, make_inputs, materialised_jsd, weighted_jsd
+from megatron_lce.core import two_heads
+from tests.jsd_oracle import (
+    JsdInputs,
+    evaluate_jsd,
+    log_probabilities,
+    make_inputs,
+    materialised_jsd,
+    weighted_jsd,
+)
 from tests.live_bytes import Products
 from tests.oracle import largest_error, relative_error
 from tests.problems import BETAS, ignored_labels, workspace_of
@@ -204,3 +212,36 @@ def test_loss_stays_within_its_bounds(beta, backend, device):
     assert losses.min() >= 0
     assert losses.max() <= largest * (1 + 2 * torch.finfo(FP32).eps)
     assert losses.max() >= 0.999 * largest
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", ["small workspace", "few rows", "summed"])
+def test_last_bits_of_recomputed_products_do_not_turn_tvs_gradient(way, dtype, backend, device, monkeypatch):
+    """Where the student is sure it is 4 (1 - p) at most, however close the heads are; a flipped sign would add 2."""
+    near = make_inputs(300, 32, 32, 600, device, logit_std=32**0.5)
+    hidden = near.student_weight.repeat(2, 1)[:300] * torch.linspace(0.4, 1.2, 300, device=device)[:, None]
+    student = hidden + 0.05 * near.student_hidden, near.student_weight
+    teacher = (x + 0.01 * y for x, y in zip(student, near[2:4], strict=True))
+    inputs = JsdInputs(*student, *teacher, torch.ones(300, device=device)).to(dtype)
+    products, calls = two_heads._raw_logits, []
+
+    def with_other_last_bits(*arguments):
+        logits = products(*arguments)
+        calls.append(logits.shape)
+        signs = 1 - 2 * torch.randint(2, logits.shape, generator=torch.Generator().manual_seed(len(calls)))
+        return logits.mul_(1 + 2.0**-22 * signs.to(device))
+
+    monkeypatch.setattr(two_heads, "_raw_logits", with_other_last_bits)
+    if way == "few rows":
+        inputs.upstream[torch.arange(300) % 20 != 0] = 0.0
+    keywords = {"workspace_bytes": workspace_of(40, inputs, backend), "skip_ignored": way == "few rows"}
+    actual = inputs.run(backend, kinds=("tv",), weighted=way == "summed", **keywords)
+    assert sum(rows * columns for _, rows, columns in calls) >= 600 * (315 if way == "few rows" else 600)  # recomputed
+    expected = evaluate_jsd(materialised_jsd, inputs.to(torch.float64), kinds=("tv",))
+    heads = inputs.to(torch.float64)
+    log_s, log_t, _ = log_probabilities(heads[0] @ heads[1].T, heads[2] @ heads[3].T)
+    p, likeliest = log_s.exp().max(dim=1)
+    is_clear = (log_t - log_s).gather(1, likeliest[:, None])[:, 0].abs() > 2e-5
+    largest = heads.student_weight.norm(dim=1).max()
+    allowed = torch.where(is_clear, 0.02 * expected.grad_hidden.norm(dim=1), 4 * (1 - p) * largest) + 1e-5 * largest
+    assert ((actual.grad_hidden - expected.grad_hidden).norm(dim=1) <= allowed).all()

@@ -118,6 +118,9 @@ class DivergenceStats(NamedTuple):
     has_label: Tensor | None = None  # 1, or 0 if the label is not among the columns
 
 
+# Backward recomputes logits, whose last bits may flip a sign. That of a probability beyond this is taken from tv_sign,
+# to which it adds at least 0.4, and all others at most 0.3.
+SIGN_OF_MOST = 0.7
 SOFTMAX_ROWS = 4  # the first rows of `DivergenceStats` describe both softmaxes; the others are sums
 DIVERGENCE_ROWS, LABEL_ROWS = 10, 3  # all rows without labels, and what labels add
 

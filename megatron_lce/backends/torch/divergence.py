@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megatron_lce.core.divergence_types import (
     KINDS,
+    SIGN_OF_MOST,
     SOFTMAX_ROWS,
     DivergenceStats,
     GradTerms,
@@ -107,7 +108,10 @@ def _chunk_gradient(heads: Heads, raw_logits: Tensor, stats: Tensor, gradient: T
     if "reverse_kl" in heads.kinds:
         grad.addcmul_(ratio, terms.reverse_kl)
     if "tv" in heads.kinds:
-        grad.addcmul_(ratio.sign(), terms.tv, value=-1.0)
+        sign, sum_of_signs = ratio.sign().neg_(), DivergenceStats(*stats.unsqueeze(2)).tv_sign
+        sign_of_most = torch.where(sum_of_signs.abs() > SIGN_OF_MOST / 2, sum_of_signs.sign(), 0.0)
+        grad.addcmul_(torch.where(p_s > SIGN_OF_MOST, sign_of_most, sign, out=sign), terms.tv)
+        del sign
     if "jsd" in heads.kinds:
         grad.addcmul_(_log_over_mixture(ratio, heads.beta)[0], terms.jsd, value=-1.0)
     grad.mul_(p_s)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.dot_tile import MASKED_LOGIT, fast_log2, tanh
-from megatron_lce.core.divergence_types import KINDS, DivergenceStats, GradTerms, Heads
+from megatron_lce.core.divergence_types import KINDS, SIGN_OF_MOST, DivergenceStats, GradTerms, Heads
 from megatron_lce.core.plan import ceil_div
 
+_SIGN_OF_MOST = tl.constexpr(SIGN_OF_MOST)
 _VEC = tl.constexpr(4)  # columns that share a running maximum, as many as a thread loads at once
 
 # Rows of `DivergenceStats` and `GradTerms`.
@@ -46,9 +47,8 @@ def divergence_sums(heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
 
 def divergence_grad_logits(heads: Heads, raw_logits: Tensor, stats: Tensor, gradient: Tensor) -> None:
     assert gradient.stride() == raw_logits.stride()[1:]
-    terms = heads.terms
-    assert terms is not None
-    per_row = {"terms_ptr": terms, "terms_stride": terms.stride(0), "out_ptr": gradient}
+    assert heads.terms is not None
+    per_row = {"terms_ptr": heads.terms, "terms_stride": heads.terms.stride(0), "out_ptr": gradient}
     _launch(_gradient_kernel, heads, raw_logits, stats, **per_row, **_formulas(heads))
 
 
@@ -165,7 +165,7 @@ def _divergence_kernel(
             reverse += _vec_sum(student_exp * -ratio)
         if TV:
             p_s = student_exp * student_inverse
-            sign = _sign(-ratio)
+            sign = _sign(-ratio, 0.0)
             apart += _vec_sum(sign * (p_s - teacher_exp * teacher_inverse))
             tv_sign += _vec_sum(p_s * sign)
         if JSD:
@@ -227,6 +227,7 @@ def _gradient_kernel(
     tv_term, jsd_term = tl.load(terms + _TV_TERM * terms_stride), tl.load(terms + _JSD_TERM * terms_stride)
     has_gradient = (forward_term != 0) | (reverse_term != 0) | (tv_term != 0) | (jsd_term != 0)
     p_term = tl.load(terms + _P_TERM * terms_stride) + zero_or_nan
+    sign_of_most = _sign(tl.load(stats + _TV_SIGN * stats_stride), _SIGN_OF_MOST / 2)
     for col_start in range(0, V, BLOCK_V):
         offs, load_mask, col_mask = _col_offsets(first, col_start, V, row_stride, BLOCK_V)
         student, capped = _logits(student_head, student_scale, offs, load_mask, col_mask)
@@ -241,7 +242,7 @@ def _gradient_kernel(
             if REVERSE_KL:
                 per_p += ratio * reverse_term
             if TV:
-                per_p += _sign(-ratio) * tv_term
+                per_p += tl.where(p_s > _SIGN_OF_MOST, sign_of_most, _sign(-ratio, 0.0)) * tv_term
             if JSD:
                 over_student, _ = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_IS_HEAVIER)
                 per_p += over_student * jsd_term
@@ -273,8 +274,8 @@ def _softmaxes(stats, stats_stride):
 
 
 @triton.jit
-def _sign(x):
-    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+def _sign(x, least):
+    return tl.where(x > least, 1.0, tl.where(x < -least, -1.0, 0.0))
 
 
 @triton.jit
