@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lce import linear_jsd
+from megatron_lce import linear_cross_entropy, linear_jsd, linear_logits_at
 from megatron_lce.core import two_heads
 from tests.jsd_oracle import (
     JsdInputs,
@@ -47,8 +47,34 @@ def test_a_teacher_that_ran_in_inference_mode(weighted, backend, device):
     inputs = make_inputs(5, 8, 12, 20, device)
     with torch.inference_mode():
         teacher = inputs._replace(teacher_hidden=inputs.teacher_hidden + 0, teacher_weight=inputs.teacher_weight + 0)
-    expected, actual = (given.run(backend, weighted=weighted) for given in (inputs, teacher))
+    expected = inputs.run(backend, weighted=weighted)
+
+    def overwritten(*heads, **keywords):
+        """An engine's buffers hold the next pass before backward."""
+        loss = weighted_jsd(*heads, **keywords)
+        with torch.inference_mode():
+            for tensor in heads[2:4]:
+                tensor.zero_()
+        return loss
+
+    actual = evaluate_jsd(overwritten, teacher, weighted=weighted, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("argument", [0, 1], ids=JsdInputs._fields[:2])
+def test_no_other_tensor_of_inference_mode_is_kept_for_backward(argument, backend, device):
+    inputs = list(make_inputs(5, 8, 12, 20, device)[:4])
+    inputs[1 - argument].requires_grad_()
+    with torch.inference_mode():
+        inputs[argument] = inputs[argument] + 0
+    labels = torch.zeros(5, dtype=torch.int64, device=device)
+    for operation, given in (
+        (linear_jsd, inputs),
+        (linear_cross_entropy, (*inputs[:2], labels)),
+        (linear_logits_at, (*inputs[:2], labels[:, None])),
+    ):
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            operation(*given, backend=backend)
 
 
 @pytest.mark.gpu

@@ -76,7 +76,8 @@ def linear_divergence(
     Args:
         student_hidden, student_weight: as in `linear_cross_entropy`, but no DTensors and no fp32 weight with 16 bits.
         teacher_hidden: [..., H_teacher] for the same tokens; size and dtype may differ from the student's.
-        teacher_weight: [V_local, H_teacher] of its dtype, the same rows of the same vocabulary.
+        teacher_weight: [V_local, H_teacher] of its dtype, the same rows of the same vocabulary. Tensors of inference
+            mode are copied for backward, because nothing tells when they are overwritten: better run under no_grad.
         kinds: "forward_kl", "reverse_kl", "tv" and "jsd" (Agarwal et al., On-Policy Distillation of Language Models,
             2024), at least one; all are computed from the same products.
         labels: int64, one a token (under `sequence_parallel` the full [s, ...]): they say which rows are ignored

@@ -140,8 +140,9 @@ class VocabularyFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         fields = {name: getattr(source, name) for name in source.kept}
         kept, ctx.types = flat(fields.values()), {name: type(field) for name, field in fields.items()}
-        # Autograd cannot save inference tensors, which do not change outside inference mode.
-        saved = [leaf if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in kept]
+        tensors = (leaf if isinstance(leaf, Tensor) else None for leaf in kept)
+        # Autograd saves no inference tensors: they have no version that tells of changes in place.
+        saved = [tensor.clone() if tensor is not None and tensor.is_inference() else tensor for tensor in tensors]
         ctx.save_for_backward(hidden, weight, row_index.index, *saved)
         ctx.unsaved = [leaf if tensor is None else None for leaf, tensor in zip(kept, saved, strict=True)]
         ctx.source = replace(source, call=source.call.without_tensors(), **dict.fromkeys(source.kept))

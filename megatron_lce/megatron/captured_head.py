@@ -36,7 +36,8 @@ class CapturedHead:
     reentrant checkpoint), results have none. Errors are those of the function, and RuntimeError if nothing was
     captured, or if hidden or weight was changed in place since, as by an optimizer's step.
 
-    Nothing is copied: `hidden` is the tensor that the output layer was called with. To attach the capture to a tensor,
+    Only tensors of inference mode are copied, because nothing tells when they are overwritten: run a teacher under
+    no_grad. Otherwise `hidden` is the tensor that the output layer was called with. To attach the capture to a tensor,
     take another one, such as `hidden.view_as(hidden)`: a cycle would keep both until the garbage collector runs.
 
     Attributes, None on a pipeline stage without a head, and before the forward pass:
@@ -89,6 +90,7 @@ class CapturedHead:
         self._mtp_heads, self._is_used = (), True
 
     def _record(self, call: HeadCall) -> None:
+        call.keep_inference_tensors()
         self._call, self.weight = call, call.weight
         self.tp_group, self.sequence_parallel = call.head.tp_group, call.sequence_parallel
 

@@ -197,6 +197,11 @@ class HeadCall:
             return per_token
         return transpose_batch_sequence(per_token)
 
+    def keep_inference_tensors(self) -> None:
+        """Copy tensors of inference mode, which have no version that tells of changes in place."""
+        self.hidden, self.weight = (t.clone() if t.is_inference() else t for t in (self.hidden, self.weight))
+        self.versions = tensor_version(self.hidden), tensor_version(self.weight)
+
     def check_unchanged(self) -> None:
         """Refuse hidden or weight if it has changed since the forward pass."""
         for name, tensor, version in zip(("hidden", "weight"), (self.hidden, self.weight), self.versions, strict=True):

@@ -26,6 +26,18 @@ def test_hidden_goes_with_the_result(model, tensors):
         gc.enable()
 
 
+def test_what_an_inference_engine_overwrites_is_copied(untied, tensors, labels):
+    with torch.inference_mode(), capture_lm_head(untied) as head:
+        buffer = untied.decoder.register_forward_hook(lambda module, args, hidden: hiddens.append(hidden))
+        hiddens = []
+        untied(*tensors)
+        buffer.remove()
+    expected = head.linear_cross_entropy(labels, backend="torch").logprobs
+    with torch.inference_mode():
+        hiddens[0].zero_()
+    assert torch.equal(head.linear_cross_entropy(labels, backend="torch").logprobs, expected)
+
+
 def test_a_capture_is_opened_again_inside_itself_and_after(untied, tensors):
     """Each `with` closes what it opened."""
     before = state(untied)
