@@ -97,6 +97,7 @@ OF_TOKEN_LOSS = [
     ({"per_token": torch.ones(4, requires_grad=True)}, ValueError, "per_token[0] must not require grad"),
     ({"logits_cache_bytes": 1}, TypeError, "linear_token_loss has no keyword logits_cache_bytes: it keeps logits wi"),
 ]
+FALLING = torch.tensor([0, 5, 3, 4, 4])
 OF_IDS = [
     ({"ids": [1]}, TypeError, f"ids {TENSOR} list"),
     ({"ids": ids(4, 2).int()}, TypeError, "ids must be int64, got torch.int32"),
@@ -104,6 +105,7 @@ OF_IDS = [
     ({"ids": ids(4, 0)}, ValueError, "ids must be [..., K] with the tokens' shape"),
     ({"offsets": ids(5)}, ValueError, "ids must be [M] beside offsets"),
     ({"ids": ids(8), "offsets": ids(4)}, ValueError, "offsets must be [N + 1] for the 4 tokens, got (4,)"),
+    ({"ids": ids(8), "offsets": FALLING}, ValueError, "offsets must not fall, got 3 after 5"),
     ({"entropy": True}, TypeError, "linear_logits_at has no keyword entropy"),
     ({"temperature": 0.0}, ValueError, "temperature must be positive"),
 ]
@@ -111,6 +113,7 @@ OF_SUPPORT = [
     ({"labels": ids(3)}, ValueError, "labels must have hidden's shape without H, (4,), got (3,)"),
     ({"labels": None}, TypeError, f"labels {TENSOR} NoneType"),
     ({"offsets": None}, TypeError, f"offsets {TENSOR} NoneType"),
+    ({"offsets": FALLING}, ValueError, "offsets must not fall, got 3 after 5"),
     ({"entropy": 1}, TypeError, "entropy must be a bool, got int"),
     ({"candidates": None}, TypeError, "support_logprobs has no keyword candidates"),
 ]

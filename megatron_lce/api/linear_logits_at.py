@@ -33,7 +33,8 @@ def linear_logits_at(
         hidden, weight: as in `linear_cross_entropy`, but no DTensors.
         ids: int64 global ids, in any order, repeated or not; negative: padding. [..., K], tokens' shape first (under
             `sequence_parallel` the full [s, ...]); with `offsets` [M].
-        offsets: int64 [N + 1] from 0 to M, ascending, for the N tokens in order; an id outside them is NaN.
+        offsets: int64 [N + 1] from 0 to M, ascending, for the N tokens in order; an id outside them is NaN. On a GPU
+            nothing checks their order, because the host would wait.
         options: as in `linear_cross_entropy`.
 
     Returns:
@@ -75,3 +76,5 @@ def check_ids(ids: Tensor, offsets: Tensor | None, shape: tuple[int, ...], devic
     validation.require(ids.dim() == 1, "ids", "be [M] beside offsets", tuple(ids.shape))
     shape, requirement = tuple(offsets.shape), f"be [N + 1] for the {num_tokens} tokens"
     validation.require(shape == (num_tokens + 1,), "offsets", requirement, shape)
+    if offsets.is_cpu:  # else the host would wait
+        validation.check_ascending("offsets", offsets)

@@ -79,9 +79,7 @@ def _checked_bounds(name: str, bounds: Tensor, tensor: Tensor) -> Tensor:
     require(tensor.shape[0] == 1, "packed sequences", "lie in one row, [1, total, ...]", tuple(tensor.shape))
     if _on_host(bounds):
         require(int(bounds[0]) == 0, name, "start with 0", int(bounds[0]))
-        if (bounds.diff() < 0).any():
-            fall = int((bounds.diff() < 0).int().argmax())
-            raise ValueError(f"{name} must not fall, got {int(bounds[fall + 1])} after {int(bounds[fall])}")
+        validation.check_ascending(name, bounds)
         require(int(bounds[-1]) <= length, name, f"end within the row of {length}", int(bounds[-1]))
         return bounds.to(tensor.device, non_blocking=True)
     require(bounds.device == tensor.device, name, f"be on the host or {tensor.device}", bounds.device)

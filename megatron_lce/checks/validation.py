@@ -160,6 +160,12 @@ def check_per_token(
     check_no_gradient(name, tensor)
 
 
+def check_ascending(name: str, bounds: Tensor) -> None:
+    if (falls := bounds.diff() < 0).any():
+        fall = int(falls.int().argmax())
+        raise ValueError(f"{name} must not fall, got {int(bounds[fall + 1])} after {int(bounds[fall])}")
+
+
 def check_ids_shape(name: str, ids: Tensor, shape: tuple[int, ...], of: str) -> None:
     if ids.dim() != len(shape) + 1 or tuple(ids.shape[:-1]) != tuple(shape) or ids.shape[-1] == 0:
         raise ValueError(f"{name} must be [..., K] with {of} shape, {tuple(shape)}, first, got {tuple(ids.shape)}")
