@@ -67,6 +67,10 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     }
     given = {"loss": lambda out, _: -out.logprobs, "per_token": torch.ones(6)}
     check_disagreements(token_loss, given, odd, group, report)
+    support = functools.partial(megatron_lce.support_logprobs, tp_group=group, backend="torch")
+    given = head | {"ids": torch.zeros(12, dtype=torch.int64), "offsets": 2 * torch.arange(7)}
+    odd = {"ids must be the same on every rank": {"ids": torch.zeros(13, dtype=torch.int64)}}
+    check_disagreements(support, given, odd, group, report)
     start, too_small = {"vocab_start": 20 * rank}, "workspace_bytes must be at least"
     check_refusal(cross_entropy, head | start | {"weight": uneven, "workspace_bytes": 200}, too_small, report)
     odd = {  # the betas of two kinds, and what only some ranks call with

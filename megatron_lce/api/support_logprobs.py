@@ -53,7 +53,7 @@ def support_logprobs(
         TypeError, ValueError: see `linear_cross_entropy`.
     """
     labels, ids, offsets = wait_if_async(labels), wait_if_async(ids), wait_if_async(offsets)
-    name, compared = "support_logprobs", {"entropy": entropy, "empty_rows": empty_rows}
+    name, compared = "support_logprobs", {"entropy": entropy, "empty_rows": empty_rows, "ids": ids}
     call_options = keyword_options(options, HeadGradientOptions, entropy=False, ignore_index=ignore_index)
     with checked_together(name, hidden, weight, labels, call_options, compared=compared) as checks:
         check_keywords(name, options, HeadGradientOptions)
