@@ -134,6 +134,12 @@ def check_arguments_of_one_rank(case: cases.Case, device: torch.device, report: 
     check(head.linear_logits_at, {"ids": ids}, {"ids": ids[..., 0]}, "ids must be [b, s, K]")
     temperatures = {"teacher_head": head, "teacher_temperature": short.new_ones(labels.shape)}
     check(head.linear_divergence, temperatures, {"teacher_temperature": short}, "teacher_temperature must be [b, s]")
+    if group.size() > 1:
+        first = group.size() - 1
+        calls = [head.linear_topk] * first + [lambda _: capture_lm_head(cases.build(case, device)).__enter__()]
+        names = ", ".join(["'linear_topk'"] * first + ["'capture_lm_head'"])
+        message = f"operation must be the same on every rank of tp_group, got {names}: has a rank gone on"
+        report.refused(f"{case.name}: ranks that are out of step", lambda: calls[group.rank()](3), message)
     out = cross_entropy(labels)
     report.check(f"{case.name}: afterwards", bool(out.logprobs.isfinite().all()), str(out.logprobs.shape))
 

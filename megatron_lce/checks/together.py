@@ -144,24 +144,25 @@ def refusing() -> Iterator[None]:
 
 def agree(
     group: ProcessGroup,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, Any],  # "operation" first: ranks that are out of step differ there
     error: Exception | None,
     value: Any = None,
     group_name: str = "tp_group",
 ) -> list[Any]:
     """Return every rank's `value`; all ranks raise if one refuses its arguments, with `error`, or if they differ."""
-    entry = [(name, _comparable(x)) for name, x in arguments.items()], None if error is None else str(error), value
-    entries = collectives.gather_objects(entry, group)
+    given = {name: _comparable(x) for name, x in arguments.items()}
+    entries = collectives.gather_objects((given, None if error is None else str(error), value), group)
     if error is not None:
         raise error
     for rank, (_, refusal, _) in enumerate(entries):
         if refusal is not None:
             raise ValueError(f"rank {rank} of {group_name} refuses its arguments: {refusal}")
-    for (name, first), *others in zip(*(pairs for pairs, _, _ in entries), strict=True):
-        values = [first, *(x for _, x in others)]
+    for name in dict.fromkeys(name for given, *_ in entries for name in given):
+        values = [given.get(name, "nothing") for given, *_ in entries]
         if len(set(values)) > 1:
-            raise ValueError(f"{name} must be the same on every rank of {group_name}, got {', '.join(values)}")
-    return [rank_value for _, _, rank_value in entries]
+            hint = ": has a rank gone on after an error?" if name == "operation" else ""
+            raise ValueError(f"{name} must be the same on every rank of {group_name}, got {', '.join(values)}{hint}")
+    return [rank_value for *_, rank_value in entries]
 
 
 @dataclass

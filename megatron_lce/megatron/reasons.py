@@ -89,7 +89,8 @@ def reasons_of_group(
     """
     group = getattr(language_model.output_layer, "tp_group", None)  # another class of head is so on every rank
     if group is not None and group.size() > 1:
-        gathered_reasons = agree(group, arguments or {}, error, reasons)
+        operation = "capture_lm_head" if arguments is None else "enable_fused_linear_ce"
+        gathered_reasons = agree(group, {"operation": operation, **(arguments or {})}, error, reasons)
         return tuple(dict.fromkeys(reason for rank_reasons in gathered_reasons for reason in rank_reasons))
     if error is not None:
         raise error
