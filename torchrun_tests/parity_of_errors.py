@@ -1,6 +1,7 @@
 """What ranks refuse alike: what cannot be over several of them, and what one of them alone calls otherwise."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -71,6 +72,7 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     given = head | {"ids": torch.zeros(12, dtype=torch.int64), "offsets": 2 * torch.arange(7)}
     odd = {"ids must be the same on every rank": {"ids": torch.zeros(13, dtype=torch.int64)}}
     check_disagreements(support, given, odd, group, report)
+    run_losses(group, report)
     start, too_small = {"vocab_start": 20 * rank}, "workspace_bytes must be at least"
     check_refusal(cross_entropy, head | start | {"weight": uneven, "workspace_bytes": 200}, too_small, report)
     odd = {  # the betas of two kinds, and what only some ranks call with
@@ -82,6 +84,56 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     check_refusal(jsd, {}, "vocab_start must be given on every rank where shards differ", report)
     check_refusal(jsd, start | {"workspace_bytes": 1}, too_small, report)
     run_exchanges(group, report)
+
+
+def loss_that(way: str) -> Callable[..., Any]:
+    """A loss of one name, whatever it does: returns the losses, or fails."""
+
+    def loss(out: Any, factor: Tensor) -> Any:
+        if way == "raises":
+            raise KeyError("advantages")
+        per_token = out[0] * factor
+        if way == "centres":
+            per_token = per_token - out[0].detach().mean()
+        return {"detaches": per_token.detach(), "sums": per_token.sum()}.get(way, per_token)
+
+    return loss
+
+
+def run_losses(group: ProcessGroup, report: Report) -> None:
+    """What a caller's loss raises on one rank is raised on all, until a call of the kind has been right on all."""
+    generator, labels, last = torch.Generator().manual_seed(0), torch.arange(300) % 20, group.size() - 1
+    hidden, weight = (torch.randn(rows, 8, generator=generator).requires_grad_() for rows in (300, 20))
+    keywords = {"tp_group": group, "backend": "torch"}
+    faults = {
+        "raises": f"rank {last} of tp_group raises KeyError in its loss: 'advantages'",
+        "sums": f"rank {last} of tp_group raises ValueError in its loss: loss must return one number for each of its",
+        "detaches": f"rank {last} of tp_group raises ValueError in its loss: loss must return losses that depend on",
+        "centres": f"rank {last} of tp_group raises ValueError in its loss: loss must treat each token for itself",
+    }
+    operations = {
+        "token loss": functools.partial(megatron_lce.linear_token_loss, hidden, weight, labels),
+        "divergence loss": functools.partial(
+            megatron_lce.linear_divergence_loss, hidden, weight, hidden.detach() + 1, weight.detach(), labels
+        ),
+    }
+    for name, operation in operations.items():
+        for way, message in faults.items():
+            if way == "centres" and name != "token loss":  # its code has passed, and is not looked at again
+                continue
+            loss = loss_that(way if group.rank() == last else "works")
+            said = message.split(" in its loss: ")[1] if group.rank() == last else message
+            try:
+                told = str(operation(loss, torch.ones(300), **keywords))
+            except (KeyError, ValueError) as error:
+                told = str(error)
+            report.check(f"a {name} that {way} on one rank", told.startswith(said), told)
+        counts = []
+        for _ in range(2):
+            with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+                operation(loss_that("works"), torch.ones(300), **keywords).loss.backward()
+            counts.append(exchange.call_count)
+        report.check(f"a {name} is exchanged once", counts[0] > 1 and counts[1] == 0, f"{counts} exchanges")
 
 
 def run_exchanges(group: ProcessGroup, report: Report) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.api.keywords import DivergenceLossOptions, DivergenceOptions
-from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, flat_per_token
+from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, flat_per_token, name_of
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together
 from megatron_lce.core.collectives import wait_if_async
@@ -153,7 +153,7 @@ def linear_divergence_loss(
     heads = _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords, loss_args)
     call = heads.call
     results = sum_of_losses(name, heads, loss, flat_per_token(call, per_token))
-    with without_autocast(call.hidden.device, name):
+    with without_autocast(call.hidden.device, name), call.telling():
         check_tokens_apart(loss, results.sample, alternative="linear_divergence")
     return DivergenceLoss(results.loss_sum, results.outputs, results.metrics)
 
@@ -180,6 +180,8 @@ def _prepare(
         "teacher_weight": validation.describe_tensor(teacher_weight),
         "beta": int(beta) if isinstance(beta, int | float) and beta in (0, 1) else beta,  # two kinds of their own
     }
+    if loss_args is not None:
+        compared["loss"] = name_of(loss_args[0])
     names = ("student_hidden", "student_weight", "labels")
     with checked_together(
         name, student_hidden, student_weight, labels, options, names=names, compared=compared

@@ -82,13 +82,14 @@ def linear_token_loss(
 
     Raises:
         TypeError, ValueError: an argument, or a result of `loss`, is not as described; in the first call of its code
-            also if a token's loss depends on others.
+            also if a token's loss depends on others. Over several ranks, what `loss` raises on one is raised on all in
+            the first call with its name and such options; in later calls the other ranks wait.
         RuntimeError: in a second backward, because the first scales the gradients in place.
     """
     per_token = tuple(wait_if_async(tensor) for tensor in per_token)
-    name = "linear_token_loss"
+    name, compared = "linear_token_loss", {"loss": name_of(loss)}
     given = keyword_options(options, TokenLossOptions, logits_cache_bytes=0)
-    with checked_together(name, hidden, weight, labels, given) as checks:
+    with checked_together(name, hidden, weight, labels, given, compared=compared) as checks:
         if "logits_cache_bytes" in options:
             raise TypeError(f"{name} has no keyword logits_cache_bytes: it keeps logits within workspace_bytes")
         check_keywords(name, options, TokenLossOptions)
@@ -97,7 +98,7 @@ def linear_token_loss(
         checks.rest()
     call = checks.call()
     results = sum_of_losses(name, OneHead(call), loss, flat_per_token(call, per_token))
-    with without_autocast(hidden.device, name):
+    with without_autocast(hidden.device, name), call.telling():
         check_tokens_apart(loss, results.sample)
     return TokenLoss(results.loss_sum, results.outputs, results.metrics)
 
@@ -110,6 +111,11 @@ def check_loss(
     validation.require(callable(loss), "loss", requirement, type(loss).__name__, TypeError)
     for i, tensor in enumerate(per_token):
         validation.check_per_token(f"per_token[{i}]", tensor, shape, device, further=True)
+
+
+def name_of(loss: object) -> str:
+    """Return the name of a caller's loss, which is part of its call's kind: code of one name is not told apart."""
+    return getattr(loss, "__qualname__", type(loss).__name__)
 
 
 def flat_per_token(call: Call, per_token: tuple[Tensor, ...]) -> list[Tensor]:

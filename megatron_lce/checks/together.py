@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.dtensors import to_local_tensors
 from megatron_lce.checks.validation import require
 from megatron_lce.core import collectives
-from megatron_lce.core.call import Call
+from megatron_lce.core.call import Call, Telling
 from megatron_lce.core.matmul import aligned_rows
 from megatron_lce.core.options import Options, Shard
 
@@ -109,6 +110,7 @@ def checked_together(
         described[f"the shape of {names[0]}"] = validation.shape_of(hidden)
         sizes = agree(group, described, error, (num_rows, start), group_name)
         columns_by_kind[key] = _max_columns(sizes, options.vocab_size)
+        checks.telling = partial(_Telling, name, group, group_name, columns_by_kind, key)
     elif error is None and start is not None and max_columns is None and not collectives.is_cuda_graph_capturing():
         columns_by_kind[key] = collectives.all_reduce_max(weight.shape[0], group, weight.device)
     if error is not None:
@@ -148,21 +150,39 @@ def agree(
     error: Exception | None,
     value: Any = None,
     group_name: str = "tp_group",
+    fault: str = "refuses its arguments",  # what this rank's error is
 ) -> list[Any]:
-    """Return every rank's `value`; all ranks raise if one refuses its arguments, with `error`, or if they differ."""
+    """Return every rank's `value`; all ranks raise if one has an error, or if their arguments differ."""
     given = {name: _comparable(x) for name, x in arguments.items()}
-    entries = collectives.gather_objects((given, None if error is None else str(error), value), group)
+    entries = collectives.gather_objects((given, None if error is None else f"{fault}: {error}", value), group)
     if error is not None:
         raise error
-    for rank, (_, refusal, _) in enumerate(entries):
-        if refusal is not None:
-            raise ValueError(f"rank {rank} of {group_name} refuses its arguments: {refusal}")
+    for rank, (_, fault_of_rank, _) in enumerate(entries):
+        if fault_of_rank is not None:
+            raise ValueError(f"rank {rank} of {group_name} {fault_of_rank}")
     for name in dict.fromkeys(name for given, *_ in entries for name in given):
         values = [given.get(name, "nothing") for given, *_ in entries]
         if len(set(values)) > 1:
             hint = ": has a rank gone on after an error?" if name == "operation" else ""
             raise ValueError(f"{name} must be the same on every rank of {group_name}, got {', '.join(values)}{hint}")
     return [rank_value for *_, rank_value in entries]
+
+
+@dataclass
+class _Telling(contextlib.AbstractContextManager[None, None]):
+    """Raises what a caller's loss raises inside on all ranks; the next call of the kind is then its first again."""
+
+    operation: str
+    group: ProcessGroup
+    group_name: str
+    agreed: dict[tuple[Any, int | None], int]  # of the group
+    key: tuple[Any, int | None]
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or isinstance(error, Exception):  # else an interrupt
+            max_columns, fault = self.agreed.pop(self.key), f"raises {type(error).__name__} in its loss"
+            agree(self.group, {"operation": f"the loss of {self.operation}"}, error, None, self.group_name, fault)
+            self.agreed[self.key] = max_columns
 
 
 @dataclass
@@ -176,6 +196,7 @@ class Checks:
     options: Options
     ranks: int
     names: tuple[str, str, str] = HEAD
+    telling: Telling = contextlib.nullcontext
 
     def all(self) -> None:
         self.head()
@@ -260,6 +281,7 @@ class Checks:
             backend=backend,
             shape=labels.shape,
             matmul=backend.matmul,
+            telling=self.telling,
         )
 
 

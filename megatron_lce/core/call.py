@@ -1,6 +1,7 @@
 """One call of an operation: its tensors and options."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -14,6 +15,7 @@ from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ALIGNED_COLUMNS, HeadSize
 from megatron_lce.core.statistics import num_extremes, num_stats
 
+Telling = Callable[[], AbstractContextManager[None, None]]
 SOFTCAP_TEMPERATURES = 8  # the least softcap / temperature under which logits are cached
 
 
@@ -27,6 +29,7 @@ class Call:
     candidates  [N, K] int64 global ids
     options     without tensors; tp_group is None on one rank, sequence_parallel is True only with a tp_group
     shape       the caller's shape of labels, N elements
+    telling     a context around code of the caller: in the first call of a kind, what it raises is raised on all ranks
     """
 
     hidden: Tensor
@@ -39,6 +42,7 @@ class Call:
     backend: Backend
     shape: tuple[int, ...]
     matmul: Callable[..., None] = matmul  # for gradients; a backend's may make the copies that `size` accounts for
+    telling: Telling = nullcontext
 
     @cached_property
     def size(self) -> HeadSize:

@@ -37,7 +37,7 @@ class TokenLossResults(NamedTuple):
 def sum_of_losses(name: str, source: Source, loss: TokenLossFunction, per_token: Sequence[Tensor]) -> TokenLossResults:
     """Return the sum of the losses, with gradients if they are wanted, and per-token results."""
     call, needs = source.call, needed_gradients(source.call)
-    losses = Losses(loss, per_token, source.differentiable, any(needs), call.hidden.device)
+    losses = Losses(loss, per_token, source.differentiable, any(needs), call.hidden.device, call.telling)
     with without_autocast(call.hidden.device, name):
         results = forward(source, needs, losses)
         loss_sum, metrics = losses.totals()

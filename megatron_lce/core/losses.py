@@ -4,12 +4,14 @@ Autograd gives the gradients of a caller's loss by the outputs; those of Megatro
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
+from megatron_lce.core.call import Telling
 from megatron_lce.core.options import DIFFERENTIABLE_OUTPUTS, LinearCrossEntropyOutput
 from megatron_lce.core.row_index import RowIndex
 
@@ -79,8 +81,10 @@ class Losses:
         names: tuple[str, ...],  # outputs that have a gradient
         needs_grad: bool,
         device: torch.device,
+        telling: Telling = nullcontext,  # around each call of the loss
     ) -> None:
         self._loss, self._per_token, self._names, self._needs_grad = loss, per_token, names, needs_grad
+        self._telling = telling
         self._loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self._num_rows = 0  # so far
         self._losses: list[Tensor] = []
@@ -94,6 +98,10 @@ class Losses:
 
     def add(self, outputs: Any, ignored: Tensor) -> dict[str, Tensor | None]:
         """Call the caller's loss for the next tokens; return the gradients of its sum with respect to outputs."""
+        with self._telling():
+            return self._add(outputs, ignored)
+
+    def _add(self, outputs: Any, ignored: Tensor) -> dict[str, Tensor | None]:
         row_slice = slice(self._num_rows, self._num_rows + ignored.shape[0])
         self._num_rows = row_slice.stop
         by_name = {name: getattr(outputs, name) for name in self._names}
