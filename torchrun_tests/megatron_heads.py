@@ -70,6 +70,12 @@ def check_mtp_capture(case: cases.Case, device: torch.device, report: harness.Re
         if head.sequence_parallel:
             hidden = mappings.gather_from_sequence_parallel_region(hidden)
         stored = StoredHead(hidden.transpose(0, 1), head.weight)
+        alone = head.tp_group.rank() == head.tp_group.size() - 1
+        for one, odd in zip(head.mtp_heads, (3, None), strict=True):  # before ranks exchange rows
+            call = functools.partial(one.linear_divergence, odd if alone else head, **options)
+            message = harness.message_of(call)
+            right = "teacher_head must be a captured head" in message
+            report.check(f"{case.name}: one rank's teacher of depth {one._call.depth}", right, message)
         for depth, one in enumerate(head.mtp_heads, 1):
             both = [one.linear_divergence(teacher, **options) for teacher in (head, stored)]
             same = all(torch.equal(getattr(both[0], kind), getattr(both[1], kind)) for kind in ("forward_kl", "tv"))

@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
-from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from megatron_lce import StoredHead, capture_lm_head, enable_fused_linear_ce
 from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_layers, megatron_runtime
 
@@ -134,6 +134,17 @@ def check_arguments_of_one_rank(case: cases.Case, device: torch.device, report: 
     check(head.linear_logits_at, {"ids": ids}, {"ids": ids[..., 0]}, "ids must be [b, s, K]")
     temperatures = {"teacher_head": head, "teacher_temperature": short.new_ones(labels.shape)}
     check(head.linear_divergence, temperatures, {"teacher_temperature": short}, "teacher_temperature must be [b, s]")
+    # A kind that is new where that of the caller's other calls is known.
+    columns, hidden_size = head.weight.shape
+    wide = StoredHead(*(torch.ones(*n, 2 * hidden_size, device=device) for n in (labels.shape, (columns,))))
+    head.linear_divergence(head, labels=labels)
+    no_head = "teacher_head must be a captured head or a StoredHead, got int"
+    check(head.linear_divergence, {"teacher_head": wide, "labels": labels}, {"teacher_head": 3}, no_head)
+    head.linear_jsd(head, labels=labels)
+    jsd = {"teacher_head": head, "labels": labels, "beta": 0}
+    for _ in range(2):
+        check(head.linear_jsd, jsd, {"labels": short.long()}, "labels must be [b, s]")
+        harness.message_of(functools.partial(head.linear_jsd, **jsd | {"labels": short.long()}))
     if group.size() > 1:
         first = group.size() - 1
         calls = [head.linear_topk] * first + [lambda _: capture_lm_head(cases.build(case, device)).__enter__()]

@@ -23,7 +23,8 @@ from megatron_lce.api.keywords import DivergenceLossOptions, DivergenceOptions
 from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, flat_per_token, name_of
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together
-from megatron_lce.core.collectives import wait_if_async
+from megatron_lce.core.call import Call
+from megatron_lce.core.collectives import all_gather_stack, wait_if_async
 from megatron_lce.core.divergence_types import KINDS, Head, Kind, LinearDivergenceOutput
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import sum_of_losses
@@ -41,6 +42,7 @@ _DEFAULTS: dict[str, Any] = {  # keywords besides `Options`, and their defaults
     "teacher_softcap": None,
     "teacher_temperature": None,
     "return_student": False,
+    "_teacher_shift": 0,  # of captured heads: the teacher's rows are so much further on in dimension 0, the sequence
 }
 _SHARED_KEYWORDS = DivergenceOptions.__optional_keys__ - _DEFAULTS.keys() - {"labels"}
 
@@ -227,7 +229,8 @@ def _prepare(
             validation.check_quotients(*numbers, f"{role}_", of)
     call = replace(checks.call(), matmul=matmul)
     alignment, temperature = 16 // teacher_hidden.element_size(), extra["teacher_temperature"]
-    hidden = aligned_rows(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), alignment)
+    teacher_hidden = _later_rows(teacher_hidden.detach(), extra["_teacher_shift"], call)
+    hidden = aligned_rows(teacher_hidden.reshape(-1, teacher_hidden.shape[-1]), alignment)
     weight = aligned_rows(teacher_weight.detach().contiguous(), alignment)
     return TwoHeads(
         call,
@@ -239,3 +242,14 @@ def _prepare(
         teacher_temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
         return_student=extra["return_student"],
     )
+
+
+def _later_rows(hidden: Tensor, shift: int, call: Call) -> Tensor:
+    """Return the rows [s, ...] `shift` further on, the first ones last; under sequence parallel of all ranks."""
+    group = call.options.tp_group
+    if group is None or not call.options.sequence_parallel:
+        return hidden.roll(-shift, dims=0) if shift else hidden
+    for _ in range(shift):
+        firsts = all_gather_stack(hidden[:1].contiguous(), group)
+        hidden = torch.cat([hidden[1:], firsts[(group.rank() + 1) % group.size()]])
+    return hidden

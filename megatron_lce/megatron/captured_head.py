@@ -180,18 +180,16 @@ class CapturedHead:
         *loss: Any,  # the caller's, and its tensors per token
     ) -> Any:
         with self._captured() as student:
-            teacher: HeadCall | StoredHead = student
+            teacher: Any = teacher_head
             with refusing():
-                teacher = student.checked_teacher(
-                    teacher_head._captured_call(" of the teacher")
-                    if isinstance(teacher_head, CapturedHead)
-                    else teacher_head
-                )
-            given, shift = student.compared_with(teacher, options)
+                if isinstance(teacher_head, CapturedHead):
+                    teacher = teacher_head._captured_call(" of the teacher")
+                student.check_teacher(teacher)
+            given = student.compared_with(teacher, options)
             loss = tuple(student.sequence_first(f"per_token[{i - 1}]", x) if i else x for i, x in enumerate(loss))
             by_place = [given.pop("labels"), *loss] if loss else []
-            hidden = student.later_rows(teacher, shift)
-            return batch_first(operation(student.hidden, student.weight, hidden, teacher.weight, *by_place, **given))
+            tensors = student.hidden, student.weight, *student.tensors_of(teacher)
+            return batch_first(operation(*tensors, *by_place, **given))
 
     def linear_logits_at(
         self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[kw.HeadGradientOptions]

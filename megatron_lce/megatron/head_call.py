@@ -17,7 +17,7 @@ from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.gtp import is_gtp_sharded, with_whole_weight
 from megatron_lce.megatron.heads import own_softcap
 from megatron_lce.megatron.main_grad import main_grad_sink
-from megatron_lce.megatron.mtp import later_labels, later_rows
+from megatron_lce.megatron.mtp import later_labels
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -94,7 +94,7 @@ class HeadCall:
             return labels
         return later_labels(labels, self.ends, shift, keywords.get("ignore_index", IGNORE_INDEX))
 
-    def checked_teacher(self, teacher: Any) -> HeadCall | StoredHead:
+    def check_teacher(self, teacher: Any) -> None:
         depth = 0
         if not isinstance(teacher, HeadCall | StoredHead):
             raise TypeError(f"teacher_head must be a captured head or a StoredHead, got {type(teacher).__name__}")
@@ -115,13 +115,9 @@ class HeadCall:
             teacher.check_unchanged()
         wanted = f"predict no later token than depth {self.depth}"
         validation.require(self.depth >= depth, "teacher_head", wanted, f"depth {depth}")
-        return teacher
 
-    def compared_with(self, teacher: HeadCall | StoredHead, options: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Return the keywords of a divergence from a teacher, and how much further on its rows are.
-
-        Rows without such a row of the teacher are ignored.
-        """
+    def compared_with(self, teacher: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keywords of a divergence from a teacher; rows without one of the same token are ignored."""
         forms, depth = self.form("student", options), 0
         if isinstance(teacher, HeadCall):
             forms, depth = forms | teacher.form("teacher", options), teacher.depth
@@ -130,24 +126,28 @@ class HeadCall:
             ignores_none, further = int(options.get("ignore_index", IGNORE_INDEX) == 0), shift
             labels = self.hidden.new_full(self.batch_and_sequence, ignores_none, dtype=torch.int64)
         labels = self.labels_of_rows(labels, options, further)
-        return self.call_keywords({**options, **forms, "labels": labels}), shift
+        return self.call_keywords({**options, **forms, "labels": labels}) | {"_teacher_shift": shift}
 
-    def later_rows(self, teacher: HeadCall | StoredHead, shift: int) -> Tensor:
-        """Return the teacher's hidden states of the rows `shift` further on, [s, b, H] or this rank's [s/tp, b, H]."""
-        hidden, group = teacher.hidden.detach(), self.head.tp_group if self.sequence_parallel else None
-        if isinstance(teacher, StoredHead):
+    def tensors_of(self, teacher: Any) -> tuple[Any, Any]:
+        """Return a teacher's hidden, [s, b, H] or this rank's [s/tp, b, H], and weight.
+
+        What a refused one has in their place makes the call one of a new kind, as it is on the other ranks.
+        """
+        hidden, weight = getattr(teacher, "hidden", teacher), getattr(teacher, "weight", teacher)
+        is_stored = isinstance(teacher, StoredHead) and isinstance(hidden, Tensor)
+        if is_stored and tuple(hidden.shape[:2]) == self.batch_and_sequence:  # others are refused later
             hidden = transpose_batch_sequence(hidden)
-            if group is not None:
-                hidden = hidden.chunk(group.size())[group.rank()]
-        return later_rows(hidden, shift, group)
+            if self.sequence_parallel:
+                hidden = hidden.chunk(self.head.tp_group.size())[self.head.tp_group.rank()]
+        return hidden, weight
 
     def keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the caller's keywords combined with the head's scale and softcap, for an operation on one head."""
-        keywords = self.call_keywords(given)
+        keywords, softcap = self.call_keywords(given), own_softcap(self.head, None)
         temperature, logits_scale = keywords.get("temperature", 1.0), keywords.get("logits_scale", 1.0)
         with refusing():
             check_number("logits_scale", logits_scale)
-            softcap = own_softcap(self.head, keywords.get("softcap"))
+            own_softcap(self.head, keywords.get("softcap"))
             logits_scale *= self.logits_scale
             if softcap is None:
                 return keywords | {"logits_scale": logits_scale}
@@ -159,7 +159,8 @@ class HeadCall:
                 elif temperature.is_floating_point():  # others are refused later
                     temperature = temperature.float() / logits_scale  # 16 bits would round the quotient
             return keywords | {"softcap": softcap, "logits_scale": 1.0, "temperature": temperature}
-        return keywords | {"logits_scale": 1.0}  # of the kind that the other ranks call
+        # Of the kind that the other ranks call.
+        return keywords | {"logits_scale": 1.0, "softcap": keywords.get("softcap") if softcap is None else softcap}
 
     def call_keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the caller's keywords, with [b, s] tensors as [s, b], and the keywords that the head fixes."""
@@ -177,14 +178,15 @@ class HeadCall:
 
     def form(self, role: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the caller's scale and softcap of a divergence's head combined with its own."""
-        logits_scale, softcap = given.get(f"{role}_logits_scale", 1.0), given.get(f"{role}_softcap")
+        factor, softcap = given.get(f"{role}_logits_scale", 1.0), given.get(f"{role}_softcap")
+        own, scale = own_softcap(self.head, None), 1.0
         with refusing():
-            check_number(f"{role}_logits_scale", logits_scale)
-            own, scale = own_softcap(self.head, softcap), logits_scale * self.logits_scale
+            check_number(f"{role}_logits_scale", factor)
+            own_softcap(self.head, softcap)
+            scale = factor * self.logits_scale
             if own is not None and scale != 1.0:
                 raise ValueError(f"{role}_logits_scale must be 1 where the head has a softcap before it, got {scale}")
-            return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
-        return {}
+        return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
 
     def sequence_first(self, name: str, per_token: Any) -> Any:
         """Return a tensor [b, s, ...] as [s, b, ...], and anything else unchanged."""

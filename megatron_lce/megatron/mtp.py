@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from megatron_lce.core.collectives import all_gather_stack
 
 
 def sequence_ends(packed_seq_params: Any, num_tokens: int, device: torch.device) -> Tensor:
@@ -33,19 +30,6 @@ def has_later_row(ends: Tensor, shift: int) -> Tensor:
 def later_labels(labels: Tensor, ends: Tensor, shift: int, ignore_index: int) -> Tensor:
     """Return the labels [b, s] of the rows `shift` further on; `ignore_index` where the sequence has none."""
     return labels.roll(-shift, dims=1).masked_fill(~has_later_row(ends, shift), ignore_index)
-
-
-def later_rows(hidden: Tensor, shift: int, group: ProcessGroup | None) -> Tensor:
-    """Return the rows [s, b, H] `shift` further on, of the ranks after this one where a group shards the sequence.
-
-    Rows behind the end of a sequence have arbitrary finite values.
-    """
-    if group is None:
-        return hidden.roll(-shift, dims=0) if shift else hidden
-    for _ in range(shift):
-        firsts = all_gather_stack(hidden[:1].contiguous(), group)
-        hidden = torch.cat([hidden[1:], firsts[(group.rank() + 1) % group.size()]])
-    return hidden
 
 
 class _Discarded(dict[str, Any]):
