@@ -121,6 +121,8 @@ OF_TOPK = [
     ({"k": 0}, ValueError, "k must be at least 1, got 0"),
     ({"k": MAX_K + 1}, ValueError, "k must be at most 1024, got 1025"),
     ({"k": 2.0}, TypeError, "k must be an int, got float"),
+    ({"k": 7}, ValueError, "k must be at most the 6 ids of the vocabulary, got 7: is tp_group missing?"),
+    ({"k": 6, "vocab_size": 5}, ValueError, "k must be at most the 5 ids of the vocabulary, got 6: is tp_group"),
     ({"labels": 1}, TypeError, "linear_topk has no keyword labels"),
     ({"workspace_bytes": 10}, ValueError, "workspace_bytes must be at least "),
 ]

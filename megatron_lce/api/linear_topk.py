@@ -35,12 +35,13 @@ _EMPTY_KEY = -(2**63)  # a key below any logit's
 class TopK(NamedTuple):
     """K most probable ids of each token, the most probable first.
 
-    logprobs  fp32 [..., K], over the whole vocabulary; -inf past its end; without gradient
-    ids       int64 [..., K] global, the lowest first on ties; -1 past the vocabulary's end, and in NaN rows
+    logprobs  fp32 [..., K], over the whole vocabulary; without gradient
+    ids       int64 [..., K] global, the lowest first on ties; -1 in NaN rows
     lse       fp32 [...], log-sum-exp of all logits
     mass      fp32 [...], sum of the K probabilities
 
-    A row is NaN if a logit is NaN or +inf, if all are -inf, or if its temperature is not positive and finite.
+    A row is NaN if a logit is NaN or +inf, if all are -inf, or if its temperature is not positive and finite. If uneven
+    shards have fewer than K ids together, and `vocab_size` does not say so, the others are -1, of logprob -inf.
     """
 
     logprobs: Tensor
@@ -60,7 +61,7 @@ def linear_topk(
 
     Args:
         hidden, weight: as in `linear_cross_entropy`, but no DTensors.
-        k: from 1 to 1,024.
+        k: from 1 to 1,024, and no more than the vocabulary has.
         options: as in `linear_cross_entropy`.
 
     Returns:
@@ -78,6 +79,11 @@ def linear_topk(
             validation.check_integer("k", k, minimum=1)
             validation.require(k <= MAX_K, "k", f"be at most {MAX_K}", k)
             checks.rest(checks.hidden.new_zeros(shape, dtype=torch.int64))
+            vocab_size = call_options.vocab_size
+            if vocab_size is None and (checks.ranks == 1 or call_options.vocab_start is None):
+                vocab_size = checks.ranks * weight.shape[0]
+            limit, got = f"be at most the {vocab_size} ids of the vocabulary", f"{k}: is tp_group missing?"
+            validation.require(vocab_size is None or k <= vocab_size, "k", limit, got)
         call = checks.call()
         with without_autocast(call.hidden.device, name):
             return reshape_outputs(_topk(call, k), call.shape)

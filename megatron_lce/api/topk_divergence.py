@@ -14,7 +14,8 @@ With logprobs t of the teacher and s of the student at the K ids, over the whole
 
 With "drop" divergences can be negative. Ids with a teacher logprob of -inf are padding; a student logprob of -inf makes
 "forward" infinite, and is a probability of 0 in the others. Candidates of an ignored token have logprobs of 0, which
-are no distribution: mask its divergence.
+are no distribution: mask its divergence. Both heads need the same `vocab_size`: an id that the student lacks has a
+NaN logprob, and makes the token NaN.
 """
 
 from typing import Literal
