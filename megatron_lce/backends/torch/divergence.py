@@ -110,7 +110,9 @@ def _chunk_gradient(heads: Heads, raw_logits: Tensor, stats: Tensor, gradient: T
     if "tv" in heads.kinds:
         sign, sum_of_signs = ratio.sign().neg_(), DivergenceStats(*stats.unsqueeze(2)).tv_sign
         sign_of_most = torch.where(sum_of_signs.abs() > SIGN_OF_MOST / 2, sum_of_signs.sign(), 0.0)
-        grad.addcmul_(torch.where(p_s > SIGN_OF_MOST, sign_of_most, sign, out=sign), terms.tv)
+        p_max, place = p_s.max(dim=1, keepdim=True)
+        sign_there = torch.where(p_max > SIGN_OF_MOST, sign_of_most, sign.gather(1, place))
+        grad.addcmul_(sign.scatter_(1, place, sign_there), terms.tv)
         del sign
     if "jsd" in heads.kinds:
         grad.addcmul_(_log_over_mixture(ratio, heads.beta)[0], terms.jsd, value=-1.0)
