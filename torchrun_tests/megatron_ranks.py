@@ -64,6 +64,8 @@ def check_later_steps(case: cases.Case, device: torch.device, report: harness.Re
         counts.append(exchange.call_count)
         for batch in batches:  # one more token of each row is masked
             batch["loss_mask"][:, int(batch["loss_mask"][0].argmax())] = 0
+            if not case.masked:  # the model gets no mask
+                batch["labels"] = batch["labels"].where(batch["loss_mask"] != 0, -100)
     report.check(f"{case.name}: later steps exchange no arguments", counts[1:] == [0, 0], f"{counts} exchanges")
 
 

@@ -156,6 +156,8 @@ def check_weighted_loss(case: cases.Case, device: torch.device, report: harness.
         else:
             broken = bool(cases.gradients(chunks)["0.output_layer.weight"].isnan().all())
             report.check(f"{case.name}: weighted later", message == "no error" and broken, message)
+            message = harness.message_of(steps)
+            report.check(f"{case.name}: the pass after", "the last backward pass are NaN" in message, message)
 
 
 def check_loss_terms(case: cases.Case, device: torch.device, report: harness.Report) -> None:
