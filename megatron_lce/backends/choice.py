@@ -35,11 +35,10 @@ def _warn_once(message: str) -> None:
 
 def describe_backend(backend: BackendName, device: torch.device) -> str:
     """Describe which backend runs on this device and, if a GPU does not run triton, why."""
+    if backend != "auto" or device.type != "cuda":
+        return "torch" if backend == "auto" else backend
     obstacle = triton_obstacle(backend, device)
-    if backend == "auto":
-        on_gpu = "triton" if obstacle is None else f"torch, not triton: {obstacle}"
-        return on_gpu if device.type == "cuda" else "torch"
-    return f"triton, which cannot run: {obstacle}" if backend == "triton" and obstacle is not None else backend
+    return "triton" if obstacle is None else f"torch, not triton: {obstacle}"
 
 
 def triton_obstacle(backend: BackendName, device: torch.device) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from megatron_lce.backends.choice import describe_backend
+from megatron_lce.backends.choice import describe_backend, triton_obstacle
 from megatron_lce.checks.validation import (
     check_bool,
     check_choice,
@@ -111,8 +111,9 @@ def enable_fused_linear_ce(
         model: a megatron-core GPTModel, MambaModel or HybridModel in any nesting of DistributedDataParallel,
             Float16Module and VLM wrappers, or the list of virtual pipeline chunks that Megatron's schedules take.
         use_fused_linear_ce: the flag; False restores the model's own loss.
-        on_unsupported: what to do with a head that cannot be fused: "fallback" keeps Megatron's own path, with one
-            warning on one rank; "raise" raises. A pipeline stage without a head does neither.
+        on_unsupported: what to do with a head that cannot be fused, or not with this `vocab_size` and `backend`:
+            "fallback" keeps Megatron's own path, with one warning on one rank; "raise" raises. A pipeline stage without
+            a head does neither.
         logits_cache_bytes, workspace_bytes, vocab_size, softcap, backend: as in `megatron_lce.linear_cross_entropy`.
             `vocab_size` and `softcap` apply to the fused loss only: not to logits returned without labels, and not if
             the head is left to Megatron, which the warning says.
@@ -168,7 +169,10 @@ def enable_fused_linear_ce(
     language_model = find_language_model(model) if use_fused_linear_ce else _head_of_any_model(model)
     reasons: tuple[str, ...] = (NO_HEAD,) if use_fused_linear_ce else (_OFF,)
     if language_model is not None:
-        reasons = fusing_reasons(language_model, modules) if use_fused_linear_ce else reasons
+        if use_fused_linear_ce:
+            reasons = fusing_reasons(language_model, modules)
+            if not reasons and error is None:
+                reasons = _reasons_of_options(language_model, vocab_size, backend)
         reasons = reasons_of_group(language_model, reasons, settings, error)
     elif error is not None:
         raise error
@@ -190,6 +194,15 @@ def enable_fused_linear_ce(
     if language_model is not None:
         warn_on_one_rank(message + not_applied(options))
     return FusedLinearCE(reasons)
+
+
+def _reasons_of_options(language_model: Any, vocab_size: int | None, backend: BackendName) -> tuple[str, ...]:
+    """Return which options this head cannot be fused with, where it is."""
+    num_outputs, device = language_model.output_layer.output_size, next(language_model.parameters()).device
+    if vocab_size is not None and vocab_size > num_outputs:
+        return (f"vocab_size is {vocab_size}, but output_layer has {num_outputs} outputs",)
+    obstacle = None if device.type == "meta" or backend != "triton" else triton_obstacle(backend, device)
+    return () if obstacle is None else (f"backend is 'triton', which cannot run: {obstacle}",)
 
 
 def _head_of_any_model(model: nn.Module | Sequence[nn.Module]) -> Any:

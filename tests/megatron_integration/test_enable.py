@@ -134,6 +134,22 @@ def test_a_cuda_graph_of_the_loss_is_of_all_rows(untied, device, labels):
     assert torch.equal(loss, expected)
 
 
+def test_options_that_this_head_cannot_have_are_known_when_enabling(untied, monkeypatch, tensors, labels):
+    """In the first forward pass they would name arguments of other functions."""
+    monkeypatch.setattr("megatron_lce.megatron.enable.triton_obstacle", lambda backend, device: "it is a test")
+    expected = untied(*tensors, labels=labels)
+    for options, reason in (
+        ({"vocab_size": VOCAB_SIZE + 1}, f"vocab_size is {VOCAB_SIZE + 1}, but output_layer has {VOCAB_SIZE} outputs"),
+        ({"backend": "triton"}, "backend is 'triton', which cannot run: it is a test"),
+    ):
+        assert_refused(ValueError, f"not used: {reason}$", enable_fused_linear_ce, untied, True, "raise", **options)
+        with pytest.warns(UserWarning, match=f"not used: {reason}"):
+            handle = enable_fused_linear_ce(untied, **options)
+        assert handle.reasons == (reason,)
+        assert torch.equal(untied(*tensors, labels=labels), expected)
+    assert enable(untied, vocab_size=VOCAB_SIZE).enabled
+
+
 def test_int32_labels_work_as_in_megatron(untied, tensors, labels):
     expected = untied(*tensors, labels=labels.int())
     enable(untied)
