@@ -88,7 +88,11 @@ def loss_of(values: Tensor, mask: Tensor = MASK) -> dict[str, Tensor]:
 def compare(name: str, case: Case, fused: Outputs, unfused: Outputs) -> None:
     """Outputs and every parameter's gradient, of an upstream gradient of its own for each token and output."""
     actual = _results(case, fused)
-    expected = _results(case, unfused, only=actual)
+    check(name, actual, _results(case, unfused, only=actual))
+
+
+def check(name: str, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Tensors of the same names, on every rank."""
     errors = {key: _error(value, expected[key]) for key, value in actual.items()}
     worst = max(errors, key=lambda key: errors[key])
     verdict = torch.tensor([max(errors.values())], dtype=torch.float64)

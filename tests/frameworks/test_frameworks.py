@@ -60,6 +60,7 @@ PROGRAMS = [  # run_NAME.py, and its folders; behind a space: a file of it that 
     *(("ms_swift_preference", folder, BRIDGE) for folder in (RELEASED, MAIN)),
     ("nemo_rl", "NEMO_RL"),
     ("pretrain", "MEGATRON_LM", "MEGATRON_LM pretrain_gpt.py"),
+    *(("pretrain_loop", "MEGATRON_LM", f"MEGATRON_LM pretrain_{model}.py") for model in ("gpt", "hybrid")),
     *(("skyrl", folder) for folder in SKYRL),
     ("slime", "SLIME"),
     *((name, folder) for name in ("verl", "verl_engine") for folder in VERL),
@@ -68,6 +69,7 @@ VERSIONS = {  # of Megatron-core, where that is not the installed one alone
     "bridge_training": (NEWEST,),
     "megatron_rl": ("MEGATRON_LM",),
     "pretrain": ("MEGATRON_LM",),
+    "pretrain_loop": ("MEGATRON_LM",),
     "skyrl": (NEWEST,),
     "verl": ("MEGATRON/0.14.0", INSTALLED, NEWEST),
     "verl_engine": (INSTALLED, NEWEST),
@@ -85,7 +87,7 @@ PAGE = (ROOT / "docs" / "integrations.md").read_text()
 ADDED = {
     file: (name, line) for name, file, line in re.findall(r"^\| (.+) \| `(\S+\.py)` \| `(import \S+)` \|", PAGE, re.M)
 }
-ANCHOR, LINES = re.search(r"^     (timers.*)\n((?:\+.*\n)+)", PAGE, re.M).groups()  # of pretrain_gpt.py
+ANCHOR, LINES = re.search(r"^     (timers.*)\n((?:\+.*\n)+)", PAGE, re.M).groups()  # of pretrain_*.py
 
 
 def with_lines(file: Path, lines: str, after: str) -> None:
