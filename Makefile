@@ -114,7 +114,14 @@ $(FRAMEWORKS)/%: $(INSTALLED)
 		--dest $(FRAMEWORKS)/wheels $(subst -,==,$*)
 	$(BIN)/python -m zipfile -e $(FRAMEWORKS)/wheels/$*-*.whl $@
 
-test-frameworks: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron) $(FRAMEWORK_WHEELS:%=$(FRAMEWORKS)/%)
+# What verl's worker imports and computes with; the rest has stand-ins.
+VERL_NEEDS := antlr4-python3-runtime==4.9.3 cloudpickle codetiming filelock fsspec huggingface_hub importlib_metadata \
+	omegaconf==2.3.0 orjson packaging pyvers pyyaml regex requests safetensors tensordict tokenizers tqdm transformers zipp
+
+$(FRAMEWORKS)/of_verl: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ $(VERL_NEEDS)
+
+test-frameworks: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron) $(FRAMEWORK_WHEELS:%=$(FRAMEWORKS)/%) $(FRAMEWORKS)/of_verl
 	FRAMEWORKS=$(FRAMEWORKS) MEGATRON=$(MEGATRON) $(BIN)/python -m pytest -rs tests/frameworks
 
 bench: $(INSTALLED)

@@ -59,6 +59,14 @@ POLICY = {
     "ours-skip": "verl with the plugin (`use_fused_kernels=False`)",
     "ours-token-skip": "`linear_token_loss` in your own loop",
 }
+VERL = {
+    "engine": "logits (`use_fused_kernels=False`)",
+    "kernel": "verl's fused kernel (`use_fused_kernels=True`)",
+    "plugin": "the plugin (`use_fused_kernels=False`)",
+    "plugin, no cache": "the plugin, no logits cached",
+    "plugin, all cached": "the plugin, all logits cached",
+    "plugin in fused forward": "the plugin (`use_fused_kernels=True`)",
+}
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -144,6 +152,17 @@ def policy(document: dict, sizes: slice = slice(None)) -> str:
     return table(document, "head of a policy update: ms, GiB", "policy", "provider", POLICY, columns)
 
 
+def verl(document: dict) -> str:
+    """An update and a log-prob pass of verl's worker, without and with masked tokens."""
+    columns: dict[str, Column] = {}
+    for (what, title), (masked, suffix) in itertools.product(
+        (("update", "update"), ("logprobs", "log-prob pass")), ((0.0, ""), (0.6, ", 60 % masked"))
+    ):
+        columns[f"{title}{suffix}"] = {"pass": what, "masked": masked, "entropy_coeff": 0.0}, step_both
+    corner = f"verl's TrainingWorker, TP={document['verl'][0]['tp']}: ms, GiB"
+    return table(document, corner, "verl", "variant", VERL, columns)
+
+
 def heads(document: dict) -> str:
     """Of one GPU, with those of four; in front the sum of their three products."""
     shapes = {"TP=1": (document, "S1"), "TP=4": (result("heads_tp"), "16384x4096x151936 TP=4")}
@@ -208,8 +227,8 @@ def commands() -> str:
             size = f"--vocab {text['vocab']} --tokens {text['tokens']}"
             lines.append(f"python -m benchmark.training_text tokens.bin {size}")
         for run in (x for x in (settings, *settings.get("appended", [])) if "command" in x):
-            program = f"torchrun --nproc-per-node {run['ranks']}" if "ranks" in run else "python"
-            lines.append(f"{program} -m benchmark.run {shlex.join(run['command'])}")
+            launcher = f"torchrun --nproc-per-node {run['ranks']}" if "ranks" in run else "python"
+            lines.append(f"{launcher} {run.get('program', '-m benchmark.run')} {shlex.join(run['command'])}")
     wrap = partial(textwrap.wrap, width=116, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
     return "```bash\n" + "".join(" \\\n".join(wrap(line)) + "\n" for line in lines) + "```\n"
 
@@ -219,8 +238,8 @@ def pages() -> list[Path]:
 
 
 # What tells records apart, in front of what was measured when a run prints its tables.
-KEYS = ("tp", "pp", "shape", "tokens", "hidden", "vocab", "layers", "masked", "mode", "beta", "run", "variant")
-KEYS += ("entropy_coeff", "provider")
+KEYS = ("tp", "pp", "shape", "tokens", "microbatches", "hidden", "vocab", "layers", "masked", "mode", "beta", "run")
+KEYS += ("entropy_coeff", "pass", "variant", "provider")
 NO_COLUMNS = ("status", "reason", "fastest_ms", "slowest_ms", "repeats", "losses", "order", "times_ms")
 
 

@@ -15,18 +15,15 @@ import sysconfig
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
-import torch._dynamo
 import typing_extensions
 from comparing import check, megatron_runtime
 from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from stand_ins import stand_in
+from stand_ins import cuda_without_gpu, stand_in
 from torch import Tensor
 
 from scripts import megatron_layers
@@ -63,22 +60,6 @@ def own_layers() -> None:
     stand_in("own_layers", pretrain_gpt=block, pretrain_hybrid=hybrid)
 
 
-def stand_ins_of_cuda() -> dict[str, Any]:
-    nothing = "empty_cache", "manual_seed", "reset_peak_memory_stats", "set_device", "synchronize"
-    zero = "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"
-    return {
-        **{name: lambda *_, **__: None for name in nothing},
-        **{name: lambda *_: 0 for name in zero},
-        **{name: lambda *_, **__: mock.MagicMock() for name in ("Stream", "current_stream", "stream")},
-        "device_count": lambda: 1,
-        "get_device_properties": lambda *_: SimpleNamespace(major=10),
-        "memory_stats": lambda *_: {},
-        "get_rng_state": torch.get_rng_state,
-        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        "default_generators": [torch.default_generator],
-    }
-
-
 @contextlib.contextmanager
 def stand_ins(training: Any) -> Iterator[None]:
     """Of what wants a GPU or a compiler."""
@@ -89,8 +70,7 @@ def stand_ins(training: Any) -> Iterator[None]:
     specification.loader.exec_module(sys.modules[name])
     initialize = training.initialize_megatron
     with (
-        torch._dynamo.config.patch(disable=True),
-        mock.patch.multiple(torch.cuda, **stand_ins_of_cuda()),
+        cuda_without_gpu(),
         mock.patch("megatron.core.datasets.utils.compile_helpers"),
         mock.patch.object(training, "set_jit_fusion_options"),
         mock.patch.object(training, "initialize_megatron", functools.partial(initialize, allow_no_cuda=True)),

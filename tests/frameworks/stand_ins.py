@@ -14,6 +14,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+import torch._dynamo
+
 ACTIONS = "is_replay_backward_action", "is_replay_forward_action", "is_r2_record_action"
 NO_REPLAY = SimpleNamespace(**dict.fromkeys(ACTIONS, lambda *_, **__: False))  # of routers: RouterReplayHelper
 INSTALLED = tuple(f"{name}." for name in (*sys.stdlib_module_names, "torch", "megatron.core", "megatron_lce"))
@@ -44,6 +47,27 @@ def stand_in(name: str, **contents: Any) -> ModuleType:
     if parent in sys.modules:
         setattr(sys.modules[parent], child, module)
     return module
+
+
+@contextlib.contextmanager
+def cuda_without_gpu() -> Iterator[None]:
+    """torch.cuda's calls do nothing, or answer for a CPU, beside `cpu_patches`; torch.compile does not compile."""
+    nothing = "empty_cache", "manual_seed", "reset_peak_memory_stats", "set_device", "synchronize"
+    zero = "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"
+    calls = {
+        **{name: lambda *_, **__: None for name in nothing},
+        **{name: lambda *_: 0 for name in zero},
+        **{name: lambda *_, **__: mock.MagicMock() for name in ("Stream", "current_stream", "stream")},
+        "device_count": lambda: 1,
+        "get_device_properties": lambda *_: SimpleNamespace(major=10, name="CPU"),
+        "mem_get_info": lambda *_: (0, 0),
+        "memory_stats": lambda *_: {},
+        "get_rng_state": torch.get_rng_state,
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "default_generators": [torch.default_generator],
+    }
+    with mock.patch.multiple(torch.cuda, **calls), torch._dynamo.config.patch(disable=True):
+        yield
 
 
 def mocks(*names: str) -> None:

@@ -1,158 +1,219 @@
-"""verl's forward and backward with logits, with verl's own fused kernel, and with ours: time, peak memory and errors.
+"""verl's own update and log-prob pass, by its TrainingWorker: with logits, with its kernel, and with the plugin.
 
     torchrun --nproc-per-node 2 tests/frameworks/time_verl.py FOLDER      # FOLDER/verl
 
-"unfused" is verl's forward with logits alone, "verl's engine" its default, with what the engine does to logits, "verl's
-kernel" its use_fused_kernels=True. Ours is the plugin: in verl's fused forward, and in the engine, which leaves out the
-tokens that its loss mask leaves out (`--masked`, scattered). The others compute them; their gradients are 0 there.
+An update is `train_batch`: several microbatches of packed sequences in Megatron's schedule, verl's PPO loss, and the
+optimizer's step, at a learning rate of 0. The log-prob pass is `infer_batch`. `--masked` is the share of prompts; an
+entropy coefficient of 0 leaves the entropy out of both. The plugin is installed before a variant's turn begins.
 
-One layer under DDP with fp32 gradients, sequence parallel: nearly all of it is the head. Logprobs, entropy and every
-parameter's gradient are compared with verl's unfused path in fp32, on the same weights; the exit status is 1 where ours
-are farther off than those of the unfused path in bf16 (`over_unfused_error`).
+Each update's gradients are compared with those of verl's engine in fp32, on the same weights; the exit status is 1
+where ours are farther off than 1.5 times the engine's own in bf16 (`over_engine_error`).
 """
 
 import argparse
+import contextlib
+import functools
+import importlib
+import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from comparing import TEMPERATURE, megatron_runtime
-from run_verl import counted, fused, import_verl, unfused
-from run_verl_engine import PAD_MODE, Batch, engine
+import verl_worker
+from comparing import megatron_runtime
+from stand_ins import cuda_without_gpu
 from torch import Tensor, nn
 
 from benchmark import measure, publish
-from benchmark.megatron_step import build, build_exact
+from benchmark.megatron_step import build, build_exact, parameters
+from benchmark.ours import cache_bytes
 from benchmark.results import Results
+from megatron_lce import CapturedHead
 from scripts.arguments import HelpFormatter
 
-ALLOWED = 1.5  # times the unfused path's own error
-Forward = Callable[[SimpleNamespace, nn.Module, Tensor], dict[str, Tensor]]
+ALLOWED = 1.5
+LOGPROBS, UPDATE = "logprobs", "update"
 
 
-class Step(measure.Timed):
-    """One way's forward and backward, from an upstream gradient of its own for every token's logprob and entropy."""
+class Variant(NamedTuple):
+    """What computes the head: verl's option, the plugin, and the plugin's cache (None: its default, -1: everything)."""
 
-    def __init__(
-        self, verl: SimpleNamespace, forward: Forward, plugin: bool, tokens: Tensor, counts: Tensor, model: nn.Module
-    ) -> None:
-        super().__init__(self.take, counts.device)
-        self.verl, self.forward, self.tokens, self.counts, self.model = verl, forward, tokens, counts, model
-        self.plugin = plugin
-        generator = torch.Generator().manual_seed(1)
-        upstream = torch.randn(2, counts.numel(), generator=generator).to(counts.device) * counts
-        self.upstream = dict(zip(("log_probs", "entropy"), upstream, strict=True))
-
-    def take(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """Adds to the parameters' `main_grad`; logprobs and entropy of the tokens that count."""
-        (self.verl.plugin.install if self.plugin else self.verl.plugin.uninstall)()
-        outputs = self.forward(self.verl, model or self.model, self.tokens)
-        outputs = {name: outputs[name].values() for name in self.upstream}
-        torch.autograd.backward(list(outputs.values()), list(self.upstream.values()))
-        return {name: values.detach() for name, values in outputs.items()}
-
-    def tensors(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """Outputs and every parameter's gradient, of one step."""
-        model = model or self.model
-        model.zero_grad_buffer()
-        outputs = {name: values[self.counts] for name, values in self.take(model).items()}
-        return outputs | {name.rpartition("module.")[2]: p.main_grad.clone() for name, p in model.named_parameters()}
+    fused: bool = False
+    plugin: bool = False
+    cache: int | None = None
 
 
-def step_of_engine(verl: SimpleNamespace, folder: Path, mask: Tensor) -> Forward:
-    """The engine's own forward step, over tokens of which those count whose mask is not 0."""
-    own = engine(folder, verl, mtp=False)
-
-    def forward(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-        temperature = torch.full((tokens.shape[0],), TEMPERATURE, device=mask.device)
-        loss_mask = torch.nested.nested_tensor_from_jagged(mask, tokens.offsets())
-        settings = {"temperature": temperature, "calculate_entropy": True, "pad_mode": PAD_MODE.NO_PADDING}
-        batch = Batch(input_ids=tokens, loss_mask=loss_mask, **settings)
-        return own.forward_step(iter([batch]), model, None, lambda **_: None)[0]
-
-    return forward
+VARIANTS = {
+    "engine": Variant(),
+    "kernel": Variant(fused=True),
+    "plugin": Variant(plugin=True),
+    "plugin, no cache": Variant(plugin=True, cache=0),
+    "plugin, all cached": Variant(plugin=True, cache=-1),
+    "plugin in fused forward": Variant(fused=True, plugin=True),
+}
 
 
-def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    return {name: float((actual[name] - x).norm() / x.norm()) for name, x in expected.items()}
+class Run:
+    """A worker of verl, its batch, and one choice of masked tokens and entropy."""
+
+    def __init__(self, verl: SimpleNamespace, args: argparse.Namespace, model: nn.Module, device: torch.device) -> None:
+        self.verl, self.args, self.model, self.device = verl, args, model, device
+        self.plugin = importlib.import_module("megatron_lce.plugins.verl")
+        self.plugin.uninstall()
+        sizes = args.hidden, args.layers, args.heads, args.vocab
+        sequences = args.tokens // args.sequence_length
+        self.worker = verl_worker.build_worker(verl, model, verl_worker.of_model(*sizes), sequences)
+
+    def choose(self, masked: float, entropy_coeff: float) -> None:
+        """A batch whose old logprobs are a tenth off, so that some ratios are clipped; the same on every rank."""
+        args, self.entropy = self.args, entropy_coeff > 0
+        generator = torch.Generator().manual_seed(0)
+        shape = args.microbatches * args.tokens // args.sequence_length, args.sequence_length
+        tokens = torch.randint(args.vocab, shape, generator=generator).to(self.device)
+        prompt = max(1, round(masked * args.sequence_length))
+        verl_worker.set_loss(self.verl, self.worker, entropy_coeff)
+        self.batch = verl_worker.make_batch(self.verl, tokens, prompt)
+        advantages, noise = torch.randn(2, shape[0], shape[1] - prompt, generator=generator).to(self.device)
+        old = torch.zeros(shape, device=self.device)
+        with self.in_force(VARIANTS["engine"]):
+            found = self.call(LOGPROBS)
+        if found:
+            old.copy_(found["log_probs"].view(shape))
+        dist.broadcast(old, 0)
+        self.batch["old_log_probs"] = verl_worker.jagged(old[:, prompt - 1 : -1] + 0.1 * noise)
+        self.batch["advantages"] = verl_worker.jagged(advantages)
+
+    @contextlib.contextmanager
+    def in_force(self, variant: Variant) -> Iterator[None]:
+        patch, cache = importlib.import_module("verl.models.mcore.model_forward_fused"), variant.cache
+        with contextlib.ExitStack() as opened:
+            if variant.plugin:
+                self.plugin.install()
+                opened.callback(self.plugin.uninstall)
+            if variant.fused:
+                patch.patch_fused_forward(self.model)
+                opened.callback(patch.unpatch_fused_forward, self.model)
+            config = self.worker.engine.engine_config
+            opened.enter_context(mock.patch.object(config, "use_fused_kernels", variant.fused))
+            if cache is not None:
+                every = cache_bytes(self.args.tokens, self.args.vocab // self.args.tp, 1)
+                call = CapturedHead.linear_cross_entropy
+                cached = functools.partialmethod(call, logits_cache_bytes=every if cache < 0 else cache)
+                opened.enter_context(mock.patch.object(CapturedHead, "linear_cross_entropy", cached))
+            yield
+
+    def call(self, what: str) -> dict[str, Any]:
+        way = verl_worker.update if what == UPDATE else verl_worker.log_probs
+        return way(self.verl, self.worker, self.batch, self.entropy)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of an update, read where its optimizer would step."""
+        engine, found = self.worker.engine, {}
+
+        def read() -> float:
+            found.update({name: p.main_grad.clone() for name, p in parameters(engine.module[0]).items()})
+            return 0.0
+
+        with mock.patch.object(engine, "optimizer_step", read):
+            self.call(UPDATE)
+        return found
+
+    def exact(self) -> dict[str, Tensor]:
+        """Gradients of the engine in fp32."""
+        exact = build_exact(self.args, self.model, self.device)
+        for name in ("finalize_model_grads_func", "grad_scale_func"):
+            setattr(exact.config, name, getattr(self.model.config, name))
+        with mock.patch.object(self.worker.engine, "module", [exact]), self.in_force(VARIANTS["engine"]):
+            return self.gradients()
 
 
-def errors(step: Step, exact: dict[str, Tensor], of_unfused: dict[str, float]) -> dict:
-    found = relative_errors(step.tensors(), exact)
-    return {
-        "logprobs_relative_error": found["log_probs"],
-        "entropy_relative_error": found["entropy"],
-        "gradient_relative_error": max(found[name] for name in found.keys() - step.upstream),
-        "over_unfused_error": max(found[name] / of_unfused[name] for name in found),
-    }
+def relative_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    return {name: measure.relative_error(found[name], value) for name, value in exact.items()}
 
 
-def work(args: argparse.Namespace, device: torch.device) -> bool:
-    """Whether ours are as near to fp32 as verl's unfused path. Everything built here is gone when it returns."""
-    path = args.output if dist.get_rank() == 0 else None
-    results = Results(device, torch.bfloat16, path, {"command": sys.argv[1:], "ranks": dist.get_world_size()})
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(args.vocab, (args.tokens // args.sequence_length, args.sequence_length), generator=generator)
-    tokens = torch.nested.nested_tensor(list(rows.to(device)), layout=torch.jagged)
-    mask = (torch.randperm(args.tokens, generator=generator) >= args.masked * args.tokens).to(device, torch.int64)
-    counts = (mask.roll(-1) != 0) & counted(tokens)
-    model = build(args, torch.bfloat16, device)
-    verl = import_verl(args.folder, "after")
-    ways = {"unfused": (unfused, False), "verl's kernel": (fused, False), "ours": (fused, True)}
-    in_engine = step_of_engine(verl, args.folder, mask)
-    ways |= {"verl's engine": (in_engine, False), "ours in the engine": (in_engine, True)}
-    steps = {way: Step(verl, *ways[way], tokens, counts, model) for way in ways}
+def after_update(run: Run, exact: dict[str, Tensor], of_engine: dict[str, float], record: dict) -> dict:
+    found = relative_errors(run.gradients(), exact)
+    metrics = [{name: x for name, x in run.call(UPDATE).items() if name in ("loss", "grad_norm")}]
+    dist.broadcast_object_list(metrics, 0)
+    error = max(found.values())
+    over = max(found[name] / of_engine[name] for name in found)
+    return measure.slowest_rank(record | metrics[0] | {"gradient_relative_error": error, "over_engine_error": over})
 
-    exact = steps["unfused"].tensors(build_exact(args, model, device))
-    of_unfused = relative_errors(steps["unfused"].tensors(), exact)
-    measure.free_memory(device)
 
-    shape = {"tp": args.tp, "tokens": args.tokens, "hidden": args.hidden, "vocab": args.vocab, "layers": args.layers}
-    shape["masked"] = args.masked
+def turns_of(run: Run, problem: dict, results: Results) -> list[tuple[dict, measure.Timed]]:
+    exact = run.exact()
+    measure.free_memory(run.device)
+    with run.in_force(VARIANTS["engine"]):
+        of_engine = relative_errors(run.gradients(), exact)
     turns = []
-    for way, step in steps.items():
-        step.after = lambda record, step=step: measure.slowest_rank(record | errors(step, exact, of_unfused))
-        if way == "verl's kernel" and device.type != "cuda":
-            results.unsupported("verl", shape | {"variant": way}, "verl's kernel runs on GPUs only")
-        else:
-            turns.append((shape | {"variant": way}, step))
-    results.take_turns("verl", turns, dist.barrier, repeats=1)
+    for what, (name, variant) in itertools.product((UPDATE, LOGPROBS), VARIANTS.items()):
+        record = problem | {"pass": what, "variant": name}
+        if variant.fused and not variant.plugin and run.device.type != "cuda":
+            results.unsupported("verl", record, "verl's kernel runs on GPUs only")
+        elif what == UPDATE or variant.cache is None:  # a pass without a gradient keeps no logits
+            after: Callable[[dict], dict] = functools.partial(after_update, run, exact, of_engine)
+            call, in_force = functools.partial(run.call, what), functools.partial(run.in_force, variant)
+            timed = measure.Timed(call, run.device, in_force, after if what == UPDATE else measure.slowest_rank)
+            turns.append((record, timed))
+    return turns
+
+
+def work(args: argparse.Namespace, verl: SimpleNamespace, device: torch.device) -> bool:
+    """Whether ours are as near to fp32 as verl's engine. Everything built here is gone when it returns."""
+    path = args.output if dist.get_rank() == 0 else None
+    settings = {"program": "tests/frameworks/time_verl.py", "command": sys.argv[1:], "ranks": dist.get_world_size()}
+    results = Results(device, torch.bfloat16, path, settings, rounds=args.rounds, quiet=path is None)
+    run = Run(verl, args, build(args, torch.bfloat16, device), device)
+    names = "tp", "tokens", "microbatches", "hidden", "vocab", "layers"
+    sizes = {name: getattr(args, name) for name in names}
+    for masked, coefficient in itertools.product(args.masked, args.entropy_coeffs):
+        run.choose(masked, coefficient)
+        turns = turns_of(run, sizes | {"masked": masked, "entropy_coeff": coefficient}, results)
+        results.take_turns("verl", turns, dist.barrier, budget_ms=args.budget_ms)
     if path:
-        title = "verl, forward and backward: slowest rank, peak memory over the resting state, errors against fp32"
-        print(title, publish.as_table(results.section("verl")), sep="\n")
-    ours = [record for record, _ in turns if record["variant"].startswith("ours")]
-    return all(record["status"] == "ok" and record["over_unfused_error"] <= ALLOWED for record in ours)
+        print(publish.as_table(results.section("verl")))
+    updates = [x for x in results.section("verl") if x["pass"] == UPDATE and x["variant"].startswith("plugin")]
+    return all(x["status"] == "ok" and x["over_engine_error"] <= ALLOWED for x in updates)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     add = parser.add_argument
     add("folder", type=Path, help="Folder of verl's package.")
-    add("--masked", type=float, default=0.0, help="Part of the tokens that the loss leaves out.")
-    add("--tokens", type=int, default=8192, help="Tokens of a microbatch.")
-    add("--sequence-length", type=int, default=1024, help="Tokens of a sequence.")
-    add("--layers", type=int, default=1, help="Transformer layers.")
+    add("--masked", type=float, nargs="+", default=[0.0, 0.6], help="Shares of prompts, which the loss leaves out.")
+    add("--entropy-coeffs", type=float, nargs="+", default=[0.0, 0.001], help="Of the loss; 0: no entropy at all.")
+    add("--tokens", type=int, default=16384, help="Tokens of a microbatch.")
+    add("--microbatches", type=int, default=2, help="Microbatches of an update.")
+    add("--sequence-length", type=int, default=2048, help="Tokens of a sequence.")
+    add("--layers", type=int, default=4, help="Transformer layers.")
     add("--hidden", type=int, default=4096, help="Hidden size.")
     add("--heads", type=int, default=32, help="Attention heads.")
     add("--vocab", type=int, default=151936, help="Vocabulary of all ranks together.")
+    add("--rounds", type=int, default=4, help="How often variants take turns.")
+    add("--budget-ms", type=float, default=600.0, help="Time of a variant's calls in a turn.")
     add("--device", choices=("cuda", "cpu"), help="Device of all ranks; None: cuda where every rank has a GPU.")
-    add("--output", type=Path, default=Path("time_verl.json"), help="JSON file to write.")
+    add("--output", type=Path, default=Path("verl.json"), help="JSON file to write.")
     args = parser.parse_args()
     args.tp = int(os.environ["WORLD_SIZE"])
     return args
 
 
-def main() -> None:
+def main() -> bool:
+    """Whether something was wrong."""
     args = parse_arguments()
+    verl = verl_worker.import_verl(args.folder)
     device = megatron_runtime.initialize(args.tp, device=args.device)
-    right = work(args, device)
+    with cuda_without_gpu() if device.type == "cpu" else contextlib.nullcontext():
+        right = work(args, verl, device)
     megatron_runtime.teardown()
-    sys.exit(not right)
+    return not right
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
