@@ -67,6 +67,14 @@ VERL = {
     "plugin, all cached": "the plugin, all logits cached",
     "plugin in fused forward": "the plugin (`use_fused_kernels=True`)",
 }
+CHUNKED = {
+    "skyrl, logits": "SkyRL's chunks, behind bf16 logits",
+    "skyrl, fused": "SkyRL, `fused_lm_head_logprob`",
+    "skyrl, fused, verl's kernel": "SkyRL, `fused_lm_head_logprob` with verl's kernel",
+    "skyrl, plugin": "SkyRL with the plugin",
+    "slime": "slime's chunks, behind fp32 logits",
+    "slime, plugin": "slime with the plugin",
+}
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -161,6 +169,15 @@ def verl(document: dict) -> str:
         columns[f"{title}{suffix}"] = {"pass": what, "masked": masked, "entropy_coeff": 0.0}, step_both
     corner = f"verl's TrainingWorker, TP={document['verl'][0]['tp']}: ms, GiB"
     return table(document, corner, "verl", "variant", VERL, columns)
+
+
+def chunked(document: dict) -> str:
+    """One head of many tokens: other ways out of memory."""
+    columns: dict[str, Column] = {}
+    for masked, title in ((0.0, "nothing masked"), (0.6, "60 % masked")):
+        columns[title] = {"masked": masked}, head_both
+    first = document["chunked"][0]
+    return table(document, f"{first['shape']}, TP={first['tp']}: ms, GiB", "chunked", "variant", CHUNKED, columns)
 
 
 def heads(document: dict) -> str:

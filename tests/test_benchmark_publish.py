@@ -30,6 +30,15 @@ def test_the_table_of_verl():
     assert rows[1].endswith("| 80.0, 2.0 | 80.0, 2.0 | - | - |")
 
 
+def test_the_table_of_chunks():
+    common = {"shape": "S1", "tp": 2, "variant": "slime", "gradients_mib": 1024.0, "peak_mib": 3072.0}
+    records = [
+        common | {"masked": 0.0, "status": "ok", "time_ms": 80.0},
+        common | {"masked": 0.6, "status": "out of memory"},
+    ]
+    assert "| 80.0, 2.0 | out of memory |" in publish.chunked({"chunked": records})
+
+
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_pictures_are_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")

@@ -211,6 +211,16 @@ def test_timing_of_verl(tmp_path):
     }
 
 
+def test_timing_of_chunked_logprobs(tmp_path):
+    options = "--shape 256x64x512 --error-shape 256x64x512 --chunk 32 --rounds 1 --budget-ms 1 --device cpu --output"
+    path = tmp_path / "chunked.json"
+    command = [*TORCHRUN, "2", str(FOLDER / "time_chunked.py"), *map(str, map(folder_of, ("SKYRL", "SLIME")))]
+    result = start([*command, *options.split(), str(path)], folder_of(NEWEST), ROOT)
+    assert result.returncode == 0, f"{result.stdout[-4000:]}\n{result.stderr[-6000:]}"
+    document = json.loads(path.read_text())
+    assert {x["status"] for x in document["chunked"] + document["chunked_errors"]} == {"ok"}
+
+
 ONE_RANK = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/megatron_integration"]
 TWO_RANKS = [*TORCHRUN, "2", "torchrun_tests/run_megatron.py", "--device", "cpu"]
 
