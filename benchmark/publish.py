@@ -64,7 +64,6 @@ VERL = {
     "kernel": "verl's fused kernel (`use_fused_kernels=True`)",
     "plugin": "the plugin (`use_fused_kernels=False`)",
     "plugin, no cache": "the plugin, no logits cached",
-    "plugin, all cached": "the plugin, all logits cached",
     "plugin in fused forward": "the plugin (`use_fused_kernels=True`)",
 }
 CHUNKED = {

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from benchmark import measure, publish
 from benchmark.megatron_step import build, build_exact, parameters
-from benchmark.ours import cache_bytes
 from benchmark.results import Results
 from megatron_lce import CapturedHead
 from scripts.arguments import HelpFormatter
@@ -42,7 +41,7 @@ LOGPROBS, UPDATE = "logprobs", "update"
 
 
 class Variant(NamedTuple):
-    """What computes the head: verl's option, the plugin, and the plugin's cache (None: its default, -1: everything)."""
+    """What computes the head: verl's option, the plugin, and the plugin's `logits_cache_bytes`."""
 
     fused: bool = False
     plugin: bool = False
@@ -54,7 +53,6 @@ VARIANTS = {
     "kernel": Variant(fused=True),
     "plugin": Variant(plugin=True),
     "plugin, no cache": Variant(plugin=True, cache=0),
-    "plugin, all cached": Variant(plugin=True, cache=-1),
     "plugin in fused forward": Variant(fused=True, plugin=True),
 }
 
@@ -102,9 +100,7 @@ class Run:
             config = self.worker.engine.engine_config
             opened.enter_context(mock.patch.object(config, "use_fused_kernels", variant.fused))
             if cache is not None:
-                every = cache_bytes(self.args.tokens, self.args.vocab // self.args.tp, 1)
-                call = CapturedHead.linear_cross_entropy
-                cached = functools.partialmethod(call, logits_cache_bytes=every if cache < 0 else cache)
+                cached = functools.partialmethod(CapturedHead.linear_cross_entropy, logits_cache_bytes=cache)
                 opened.enter_context(mock.patch.object(CapturedHead, "linear_cross_entropy", cached))
             yield
 
