@@ -1,9 +1,10 @@
-"""What `run_parity.py` runs of torch around the operation: CUDA graphs, DTensors and FSDP2."""
+"""What `run_parity.py` runs of torch around the operation: CUDA graphs, DTensors, FSDP2 and the end of a group."""
 
 import copy
 import functools
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -163,3 +164,29 @@ def run_async_tensor(group: ProcessGroup, device: torch.device, report: Report) 
     report.check("a tensor is pending", type(tensor).__name__ == "AsyncCollectiveTensor")
     whole = collectives.wait_if_async(tensor)
     report.check("it is waited for", type(whole) is Tensor and bool((whole == dist.get_world_size(group)).all()))
+
+
+def run_destroyed_group(device: torch.device, report: Report) -> None:
+    """No live output keeps a group: gloo's threads would live on, and may abort the process while Python ends."""
+    ranks = dist.get_world_size()
+    hidden, weight = (torch.ones(n, 8, device=device, requires_grad=True) for n in (4 * ranks, 20))
+    labels = torch.arange(4 * ranks, device=device)
+    operations: dict[str, Callable[..., Tensor]] = {
+        "cross-entropy": lambda *head, **sp: megatron_lce.linear_cross_entropy(*head, labels, **sp).logprobs,
+        "token loss": lambda *head, **sp: megatron_lce.linear_token_loss(*head, labels, lambda o: -o.lse, **sp).loss,
+        "divergence": lambda *head, **sp: megatron_lce.linear_jsd(*head, *(t.detach() for t in head), **sp),
+        "logits at ids": lambda *head, **sp: megatron_lce.linear_logits_at(*head, labels[:, None], **sp),
+    }
+    for name, operation in operations.items():
+        for rows in (4 * ranks, 4):
+            group = dist.new_group()
+            out = operation(hidden[:rows], weight, tp_group=group, sequence_parallel=rows == 4, backend="torch")
+            out.sum().backward(retain_graph=True)
+            dist.barrier()
+            dist.destroy_process_group(group)
+            kept = ref(group)
+            del group
+            report.check(f"{name} of {rows} rows: a live output keeps no group", kept() is None)
+            if name != "token loss":  # whose backward has no collectives
+                expected = "backward needs tp_group, which was destroyed"
+                report.refused(f"{name} of {rows} rows: backward without its group", out.sum().backward, expected)

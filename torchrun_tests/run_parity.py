@@ -19,7 +19,7 @@ from parity_of_budgets import run_planted_errors
 from parity_of_compat import run_calls, run_disagreements_of_compat, run_torchs_call
 from parity_of_errors import run_disagreements, run_errors
 from parity_of_known_losses import run_known_losses
-from parity_of_torch import run_async_tensor, run_cuda_graph, run_dtensors, run_fsdp
+from parity_of_torch import run_async_tensor, run_cuda_graph, run_destroyed_group, run_dtensors, run_fsdp
 from torch.distributed import ProcessGroup
 
 import megatron_lce
@@ -97,6 +97,7 @@ def main() -> None:
         run_planted_errors(world, device, report)
     if "triton" in available_backends():
         run_known_losses(world, device, report)
+        run_destroyed_group(device, report)
     run_calls(world, device, report)
     run_calls(subgroup, device, report)
     run_torchs_call(world, device, report)

@@ -5,9 +5,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_lce.core.backend import Backend
 from megatron_lce.core.matmul import matmul
@@ -43,6 +45,7 @@ class Call:
     shape: tuple[int, ...]
     matmul: Callable[..., None] = matmul  # for gradients; a backend's may make the copies that `size` accounts for
     telling: Telling = nullcontext
+    group: ref[ProcessGroup] | None = None  # of a saved call: a group that a live graph kept could abort at exit
 
     @cached_property
     def size(self) -> HeadSize:
@@ -71,14 +74,27 @@ class Call:
         return is_cool and not self.options.telemetry
 
     def without_tensors(self) -> Self:
-        """Return a copy without tensors, which an autograd node saves separately."""
-        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-        temperature = 1.0 if isinstance(self.temperature, Tensor) else self.temperature
-        return replace(self, hidden=empty, weight=empty, labels=empty, temperature=temperature, candidates=None)
+        """Return a copy without tensors, which an autograd node saves separately, and without a hold on the group."""
+        empty, group = torch.empty(0, dtype=torch.uint8, device="cpu"), self.options.tp_group
+        return replace(
+            self,
+            hidden=empty,
+            weight=empty,
+            labels=empty,
+            temperature=1.0 if isinstance(self.temperature, Tensor) else self.temperature,
+            candidates=None,
+            options=self.options if group is None else replace(self.options, tp_group=None),
+            telling=nullcontext,
+            group=None if group is None else ref(group),
+        )
 
     def with_tensors(self, hidden: Tensor, weight: Tensor) -> Self:
-        """Return a copy with the tensors that an autograd node saved."""
-        return replace(self, hidden=hidden, weight=weight)
+        """Return a copy with the tensors that an autograd node saved, and the group."""
+        if self.group is None:
+            return replace(self, hidden=hidden, weight=weight)
+        if (group := self.group()) is None:
+            raise RuntimeError("backward needs tp_group, which was destroyed after forward")
+        return replace(self, hidden=hidden, weight=weight, options=replace(self.options, tp_group=group))
 
 
 def check_backward(operation: str, *upstream: Tensor | None) -> None:

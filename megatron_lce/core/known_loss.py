@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ def token_cross_entropies(
     if upstream.known is None:
         plan = plan_of(source, results.row_index.count, needs, options.logits_cache_bytes, known)
         if plan.in_forward:
-            losses.register_hook(partial(upstream.find_out, counted=counted, valid=valid, group=options.tp_group))
+            group = None if options.tp_group is None else ref(options.tp_group)  # as in a saved call
+            losses.register_hook(partial(upstream.find_out, counted=counted, valid=valid, group=group))
     return losses, out
 
 
@@ -133,13 +135,15 @@ class UpstreamCheck:
         self._is_looked_at = False
         self._ranges: list[tuple[Tensor, torch.cuda.Event | None]] = []  # of later passes, on their way to the host
 
-    def find_out(self, upstream: Tensor, counted: Tensor, valid: Tensor, group: ProcessGroup | None) -> None:
+    def find_out(self, upstream: Tensor, counted: Tensor, valid: Tensor, group: ref[ProcessGroup] | None) -> None:
         """Find out, in a backward pass that takes any upstream gradient. The host waits, once."""
         if self.known is not None or collectives.is_cuda_graph_capturing():
             return
         low, high = _range(upstream, counted, valid)
         answer = torch.stack([low < high, low <= high])  # no number at all: no token is counted
-        differs, is_counted = (answer if group is None else collectives.all_reduce_any(answer, group)).tolist()
+        if group is not None and (alive := group()) is not None:
+            answer = collectives.all_reduce_any(answer, alive)
+        differs, is_counted = answer.tolist()
         if is_counted:
             self.known, self._is_looked_at = not differs, True
 
