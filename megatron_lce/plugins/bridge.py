@@ -10,8 +10,8 @@ from megatron_lce.plugins.patching import installed
 
 
 def enable(chunks: list[nn.Module]) -> list[nn.Module]:
-    """Enables the fused loss for masked sums. Returns the chunks, as Bridge expects of a hook."""
-    megatron_lce.enable_fused_linear_ce(chunks, known_loss=True, skip_masked=True)
+    """Enables the fused loss. Returns the chunks, as Bridge expects of a hook."""
+    megatron_lce.enable_fused_linear_ce(chunks, skip_masked=True)
     return chunks
 
 
