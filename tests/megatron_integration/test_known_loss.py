@@ -9,6 +9,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.transformer import multi_token_prediction
 
+import megatron_lce
 from megatron_lce.megatron import logits as uncomputed_logits
 from tests import megatron_world
 from tests.megatron_world import assert_refused, enable
@@ -59,7 +60,8 @@ def test_a_second_backward_raises_and_no_gradient_makes_nothing(untied, tensors,
     enable(untied, known_loss=True)
     loss = untied(*tensors, labels=labels).sum()
     loss.backward(retain_graph=True)
-    assert_refused(RuntimeError, "a second backward", loss.backward)
+    message = "a second backward through a known loss is not possible: .* enable with known_loss=False"
+    assert_refused(RuntimeError, message, loss.backward)
     with torch.no_grad():
         assert not untied(*tensors, labels=labels).requires_grad
 
@@ -90,3 +92,42 @@ def test_mtp_losses_are_known_too(device, mask, kept, rolled, monkeypatch, tenso
         megatron_world.assert_gradients(model, masked_mean(model(*tensors, **given), mask) * 3, expected)
     assert len(called) == 2 * 3
     assert len(lists) == 2 * 2 * stand_in
+
+
+@pytest.mark.parametrize("skip_masked", [False, True])
+@pytest.mark.parametrize(("mtp_layers", "weighted"), [(0, False), (2, False), (2, True)])
+def test_losses_find_out_over_microbatches(device, mask, skip_masked, mtp_layers, weighted, tensors, labels):
+    """The first one is all masked; not with MTP, whose own loss Megatron then makes NaN."""
+    pytest.importorskip("triton")
+    model = megatron_world.build(device, mtp_layers=mtp_layers).bfloat16()
+    weights = torch.linspace(1, 2, mask.numel(), device=device).view_as(mask) if weighted else torch.ones_like(mask)
+    masks = [torch.full_like(mask, mtp_layers > 0), mask, mask.flip(1), torch.ones_like(mask), mask]
+    gradients, handles = [], []
+    for known_loss in (None, False):
+        options = {"known_loss": known_loss, "skip_masked": skip_masked, "logits_cache_bytes": 0, "backend": "triton"}
+        handles.append(megatron_lce.enable_fused_linear_ce(model, **options))
+        for mask_now in masks:
+            losses = model(*tensors, labels=labels, loss_mask=mask_now)
+            masked_mean(losses * weights, mask_now).backward()
+        gradients.append({name: parameter.grad.float() for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    assert [upstream.known for upstream in handles[0]._fused._upstream] == [not weighted] + [True] * mtp_layers
+    for name, gradient in gradients[1].items():  # roundings of five sums in 16 bits
+        assert float((gradients[0][name] - gradient).norm()) <= 5 * 2.0**-8 * float(gradient.norm()), name
+
+
+def test_a_loss_that_weights_tokens_later_says_so_in_the_next_pass(device, mask, tensors, labels):
+    pytest.importorskip("triton")
+    model = megatron_world.build(device).bfloat16()
+    megatron_lce.enable_fused_linear_ce(model, logits_cache_bytes=0, backend="triton")
+    weights = torch.linspace(1, 2, mask.numel(), device=device).view_as(mask)
+
+    def gradients(factors):
+        losses = model(*tensors, labels=labels, loss_mask=mask)
+        return megatron_world.gradients(model, masked_mean(losses * factors, mask))
+
+    for _ in range(2):
+        assert all(gradient.isfinite().all() for gradient in gradients(torch.ones_like(mask)).values())
+    assert gradients(weights)["output_layer.weight"].isnan().all()
+    assert_refused(RuntimeError, "the gradients of the last backward pass are NaN", gradients, weights)
+    assert all(gradient.isfinite().all() for gradient in gradients(weights).values())
