@@ -162,6 +162,30 @@ def test_what_loss_must_return(loss, error, message, device):
         run(problem, loss, ())
 
 
+BEHIND = "pass a tensor per token behind the loss, as per_token, which gets its part"
+HINTS = [  # of Python's and torch's errors
+    (lambda out: -out.entropy, TypeError, r"'NoneType'\noutputs .* not asked for are None: entropy, max_logit, "),
+    (lambda out: -out.max_logit.float(), AttributeError, r"'float'\noutputs .* not asked for are None: entropy, max"),
+    (lambda out: -out.logprobs * out.logprobs.new_ones(2, 3), RuntimeError, rf"must match.*\n.*: {BEHIND}"),
+    (lambda out: -out.logprobs[out.logprobs.new_ones(2, 3) > 0], IndexError, rf"\n.*: {BEHIND}"),
+    (lambda out: -out.logprobs * out.logprobs.new_ones(2, 6), ValueError, rf"got \(2, 6\): {BEHIND}"),
+]
+
+
+@pytest.mark.parametrize(("loss", "error", "message"), HINTS, ids=[message for *_, message in HINTS])
+def test_a_loss_that_expects_other_arguments_is_told_what_it_gets(loss, error, message, device):
+    problem = make_problem((2, 3), 8, 20, device)
+    with pytest.raises(error, match=message):
+        run(problem, loss, (), entropy=False)
+
+
+def test_a_loss_of_divergences_is_told_what_it_gets(device):
+    hidden, weight, labels, *_ = make_problem((2, 3), 8, 20, device)
+    heads, message = (hidden, weight, hidden, weight), r"NoneType.*\noutputs .* are None: reverse_kl, tv, jsd, student$"
+    with pytest.raises(TypeError, match=message):
+        megatron_lce.linear_divergence_loss(*heads, labels, lambda out: -out.tv, kinds=["forward_kl"])
+
+
 @pytest.mark.parametrize(
     ("in_later_blocks", "error", "message"),
     [

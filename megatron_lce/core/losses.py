@@ -15,6 +15,7 @@ from megatron_lce.core.call import Telling
 from megatron_lce.core.options import DIFFERENTIABLE_OUTPUTS, LinearCrossEntropyOutput
 from megatron_lce.core.row_index import RowIndex
 
+PER_TOKEN_HINT = "pass a tensor per token behind the loss, as per_token, which gets its part"
 _MAX_SAMPLE_TOKENS = 2048  # the most tokens whose losses are compared
 
 Metrics = dict[str, Tensor]
@@ -83,7 +84,7 @@ class Losses:
         device: torch.device,
         telling: Telling = nullcontext,  # around each call of the loss
     ) -> None:
-        self._loss, self._per_token, self._names, self._needs_grad = loss, per_token, names, needs_grad
+        self._loss, self._per_token, self._names, self._needs_grad = with_hints(loss), per_token, names, needs_grad
         self._telling = telling
         self._loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self._num_rows = 0  # so far
@@ -170,6 +171,24 @@ class Losses:
         return loss_sum, {name: scatter(torch.cat([part[name] for part in self._metrics])) for name in self._metrics[0]}
 
 
+def with_hints(loss: TokenLossFunction) -> TokenLossFunction:
+    """Return a caller's loss whose errors also say what it is called with."""
+
+    def hinting(out: Any, *per_token: Tensor) -> Any:
+        try:
+            return loss(out, *per_token)
+        except (TypeError, AttributeError) as error:
+            if "NoneType" in str(error):
+                missing = ", ".join(name for name, output in out._asdict().items() if output is None)
+                error.add_note(f"outputs that the call has not asked for are None: {missing}")
+            raise
+        except (RuntimeError, IndexError) as error:
+            error.add_note(f"loss gets some of the tokens, in one dimension: {PER_TOKEN_HINT}")
+            raise
+
+    return hinting
+
+
 def concatenated(parts: Sequence[Any]) -> Any:
     """Return outputs of some tokens after others as outputs of all, whose shapes may be changed."""
     if len(parts) == 1:
@@ -187,7 +206,7 @@ def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:
     if losses.shape != (num_tokens,):
         raise ValueError(
             f"loss must return one number for each of its {num_tokens} tokens, [n], got {tuple(losses.shape)}: "
-            "the sum is taken outside, and a token's loss must not depend on other tokens"
+            f"{PER_TOKEN_HINT}; the sum is taken outside, and a token's loss must not depend on other tokens"
         )
     if losses.dtype != torch.float32:
         raise TypeError(f"loss must return float32, got {losses.dtype}")
