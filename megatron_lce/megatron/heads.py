@@ -107,7 +107,9 @@ def product_reasons(head: nn.Module, config: TransformerConfig) -> tuple[str, ..
 
     kind = type(head).__name__
     if not isinstance(head, ColumnParallelLinear):
-        return (f"output_layer is a {kind}, which is no ColumnParallelLinear of megatron-core",)
+        adapted = any(isinstance(module, ColumnParallelLinear) for module in head.modules())
+        hint = ", but holds one: leave it out of the adapter's targets, or merge the adapter" if adapted else ""
+        return (f"output_layer is a {kind}, which is no ColumnParallelLinear of megatron-core{hint}",)
     unknown = [_describe_unknown(part, kind) for part, form in _own_parts(head) if form is None]
     if unknown:
         return tuple(unknown)

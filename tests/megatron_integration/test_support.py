@@ -39,7 +39,8 @@ def own_loss(model):
 
 
 CHANGES = {
-    lora: "output_layer is a LoraLinear, which is no ColumnParallelLinear of megatron-core",
+    lora: "output_layer is a LoraLinear, which is no ColumnParallelLinear of megatron-core, but holds one: leave it "
+    "out of the adapter's targets, or merge the adapter",
     parallel_critic: "output_layer has 1 outputs, not the vocabulary's 104: a critic's or classifier's head",
     fp8_weight: "the head's weight is a Tensor of torch.float8_e4m3fn, not a plain fp32, bf16 or fp16",
     quantized_weight: "the head's weight is a QuantizedTensor of torch.float32, not a plain",
@@ -48,7 +49,7 @@ CHANGES = {
 }
 REPLACED = "was replaced by another library"
 SETTINGS = {  # by what is set: its value, and the reason
-    "output_layer": (nn.Linear(32, 1), "output_layer is a Linear, which is no ColumnParallelLinear of megatron-core"),
+    "output_layer": (nn.Linear(32, 1), "output_layer is a Linear, which is no ColumnParallelLinear of megatron-core$"),
     "output_layer.gather_output": (True, r"output_layer gathers its output \(parallel_output=False\)"),
     "output_layer.bias": (nn.Parameter(torch.zeros(VOCAB_SIZE)), "output_layer has a bias"),
     "output_layer.disable_grad_reduce": (True, "output_layer has disable_grad_reduce set"),
