@@ -7,11 +7,13 @@ import contextlib
 import functools
 import importlib
 import logging
+import re
 import sys
 import threading
 import time
 import zipfile
 from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -85,6 +87,8 @@ MOVED = {
 }
 
 
+PAGE = Path(__file__).parent.parent / "docs/integrations.md"
+ROWS = {"swift": "ms-swift", "megatron.bridge": "megatron-bridge", "nemo_rl": "nemo-rl", "megatron.rl": "megatron-rl"}
 MOVES = [(f, name, loaded) for f, names in MOVED.items() for name in names.split() for loaded in (False, True)]
 MOVES += [("swift", "MegatronGRPOTrainer.forward_step", loaded) for loaded in (False, True)]
 MOVES += [("verl", "MegatronEngineWithLMHead._lm_head_logits_processor", loaded) for loaded in (False, True)]
@@ -95,10 +99,11 @@ def test_a_function_that_has_moved_raises(framework, moved, loaded, make):
     make(framework, **{moved.rpartition(".")[2]: "renamed"})
     for name in MODULES[framework] if loaded else ():
         importlib.import_module(name)
-    with pytest.raises(
-        RuntimeError, match=rf"needs {moved}\S* in {framework}\.\S+: {framework} (7.8.9|\(version unknown\))"
-    ):
+    version = rf"{framework} (7.8.9|\(version unknown\)) has .*; tested: .*"
+    with pytest.raises(RuntimeError, match=rf"needs {moved}\S* in {framework}\.\S+: {version}") as raised:
         import_plugin(framework)
+    (row,) = re.findall(rf"(?im)^\| \[[^]]*{ROWS.get(framework, framework)}.*$", PAGE.read_text())
+    assert all(version in row for version in str(raised.value).rpartition("; tested: ")[2].split(", "))
     assert not any(is_ours(getattr(sys.modules[module], "renamed", None)) for module, _ in BY_NAME[framework] if loaded)
 
 
@@ -180,7 +185,7 @@ def test_a_module_that_loads_without_a_method_is_left_alone(tmp_path, monkeypatc
     (tmp_path / "late").mkdir()
     (tmp_path / "late/model.py").write_text("def first(): ...\nclass Second:\n    def run(self): ...\ndel Second.run\n")
     monkeypatch.syspath_prepend(tmp_path)
-    plugin = Plugin("late", {"late.model:first": print, "late.model:Second.run": print})
+    plugin = Plugin("late", "7.8", {"late.model:first": print, "late.model:Second.run": print})
     plugin.install()
     with pytest.raises(RuntimeError, match=r"needs Second.run in late.model"):
         importlib.import_module("late.model")
@@ -197,7 +202,7 @@ def test_a_decorator_that_hides_parameters_raises(loaded, tmp_path, monkeypatch)
     )
     monkeypatch.syspath_prepend(tmp_path)
     forget("hiding")
-    plugin = Plugin("hiding", {"hiding.model:first(y, ...)": print})
+    plugin = Plugin("hiding", "7.8", {"hiding.model:first(y, ...)": print})
     load = functools.partial(importlib.import_module, "hiding.model")
     first, second = (load, plugin.install) if loaded else (plugin.install, load)
     first()
@@ -214,7 +219,7 @@ def test_modules_of_a_zip(tmp_path, monkeypatch):
             file.writestr(f"zipped/{name}.py", "def function(x): ...\n")
     monkeypatch.syspath_prepend(tmp_path / "zipped.zip")
     targets = ["zipped.first:function", "zipped.second:function"]
-    plugin = Plugin("zipped", {f"{target}(x)": print for target in targets})
+    plugin = Plugin("zipped", "7.8", {f"{target}(x)": print for target in targets})
     for _ in range(2):
         plugin.install()
         assert all(map(is_ours, map(get, targets)))

@@ -27,4 +27,4 @@ def logprobs_entropy(call: Any) -> Any:
 HEAD = "areal.models.mcore.vocab_parallel_head"
 GIVEN = "output_layer, hidden_states, weight, labels, temperature, chunk_size, logit_scale"
 functions = {f"{HEAD}:chunked_lm_head_logprobs_entropy({GIVEN})": logprobs_entropy, f"{HEAD}:ChunkedLMHeadOutput": None}
-plugin, install, uninstall = installed("areal", functions)
+plugin, install, uninstall = installed("areal", "main, from ea306c9ca on", functions)

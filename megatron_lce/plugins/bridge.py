@@ -35,4 +35,4 @@ def step_with_mask(call: Any) -> Any:
 
 
 STEP = "megatron.bridge.training.gpt_step:_forward_step_common(state, data_iterator, model, _get_batch_fn, ...)"
-plugin, install, uninstall = installed("megatron.bridge", {STEP: step_with_mask})
+plugin, install, uninstall = installed("megatron.bridge", "0.6.0, 0.6.2, main", {STEP: step_with_mask})

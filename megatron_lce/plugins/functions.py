@@ -40,7 +40,7 @@ class Function(NamedTuple):
         """Returns the loaded module or class that has the function."""
         return functools.reduce(getattr, self.path.split(".")[:-1], sys.modules[self.module])
 
-    def check(self, framework: str) -> Any:
+    def check(self, framework: str, tested: str) -> Any:
         """Returns the function, or None if its module is not loaded. Its parameters are read in the source.
 
         Raises RuntimeError if it is missing, takes other parameters, as a decorator may, or is another package's.
@@ -54,7 +54,8 @@ class Function(NamedTuple):
         if found is None or not self.fits(found):
             needed = self.path if found is None else f"{self.path}({', '.join(self.parameters or ())})"
             has = "none there" if found is None else f"({', '.join(found)})"
-            raise RuntimeError(f"megatron_lce needs {needed} in {self.module}: {version_of(framework)} has {has}")
+            version = f"{version_of(framework)} has {has}; tested: {tested}"
+            raise RuntimeError(f"megatron_lce needs {needed} in {self.module}: {version}")
         return original
 
     def fits(self, found: tuple[str, ...]) -> bool:

@@ -37,4 +37,4 @@ functions = {
     # expects logprobs in the dtype of the logits
     f"{RL}:compute_logprobs_batch(model, data_loader, dtype, ...)": lambda call: call.run(dtype=torch.float32),
 }
-plugin, install, uninstall = installed("megatron.rl", functions)
+plugin, install, uninstall = installed("megatron.rl", "Megatron-LM main", functions)

@@ -25,4 +25,4 @@ functions: Table = {
     f"{PROCESSORS}:get_log_probs_and_entropy(logits, {BATCH}, {OPTIONS})": log_probs_and_entropy,
     f"{PROCESSORS}:get_responses(logits, {BATCH}, max_seq_lens)": None,
 }
-plugin, install, uninstall = installed("miles", functions)
+plugin, install, uninstall = installed("miles", "0.1.0, main", functions)

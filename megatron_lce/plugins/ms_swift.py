@@ -81,4 +81,4 @@ functions: Table = {
     f"{GKD}.forward_step(self, data_iterator, model)": gkd_step,
     f"{GKD}.loss_func(self, output_tensor, labels, teacher_output, data_source)": gkd_loss_func,
 }
-plugin, install, uninstall = installed("swift", functions)
+plugin, install, uninstall = installed("swift", "4.6.0, main", functions)

@@ -21,4 +21,4 @@ def logprobs(call: Any) -> Tensor:
 HIDDEN = "tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target"
 SHARD = "vocab_start_index, vocab_end_index, tp_group, inference_only, cp_group, chunk_size"
 FUNCTION = f"nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs({HIDDEN}, {SHARD})"
-plugin, install, uninstall = installed("nemo_rl", {FUNCTION: logprobs})
+plugin, install, uninstall = installed("nemo_rl", "0.7.0, main", {FUNCTION: logprobs})

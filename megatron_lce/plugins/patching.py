@@ -17,11 +17,12 @@ Table = Mapping[str, Callable[[Any], Any] | None]
 class Plugin:
     """Functions of a framework, and ours that replace them once their modules are loaded.
 
-    `table`: functions as `Function.of` reads them, and ours, which `called_with` calls; None: ours only rely on it.
+    `tested`: versions of the framework, for errors. `table`: functions as `Function.of` reads them, and ours, which
+    `called_with` calls; None: ours only rely on it.
     """
 
-    def __init__(self, framework: str, table: Table) -> None:
-        self.framework = framework
+    def __init__(self, framework: str, tested: str, table: Table) -> None:
+        self.framework, self.tested = framework, tested
         self.functions = {Function.of(text): ours for text, ours in table.items()}
         self.replacements = {function: ours for function, ours in self.functions.items() if ours}
         self.modules: dict[str, ModuleType | None] = {function.module: None for function in self.replacements}
@@ -38,7 +39,7 @@ class Plugin:
         with self.lock:
             if self not in sys.meta_path:
                 for function in self.functions:
-                    function.check(self.framework)
+                    function.check(self.framework, self.tested)
                 sys.meta_path.insert(0, self)  # type: ignore[arg-type]
                 self._replace_in(self.modules.keys() & sys.modules.keys())
 
@@ -87,7 +88,7 @@ class Plugin:
         self.modules |= {name: sys.modules[name] for name in modules}
         ours = [times[-1][-1] for times in self.replaced.values()]  # a loader that modules share comes twice
         new = [x for x in self.replacements if x.module in modules and x.loaded() not in ours]
-        originals = {x: x.check(self.framework) for x in new}
+        originals = {x: x.check(self.framework, self.tested) for x in new}
         for function, original in originals.items():  # after all checks
             replaced = function.holder(), original, called_with(original, self.replacements[function])
             self.replaced.setdefault(function, []).append(replaced)
@@ -105,8 +106,8 @@ def put(function: Function, holder: Any, old: Any, new: Any) -> None:
             vars(module).update({name: new for name, value in [*vars(module).items()] if value is old})
 
 
-def installed(framework: str, table: Table) -> tuple[Plugin, Callable[..., None], Callable[[], None]]:
+def installed(framework: str, tested: str, table: Table) -> tuple[Plugin, Callable[..., None], Callable[[], None]]:
     """Installs a plugin. Returns it, and its `install` and `uninstall`."""
-    plugin = Plugin(framework, table)
+    plugin = Plugin(framework, tested, table)
     plugin.install()
     return plugin, plugin.install, plugin.uninstall

@@ -28,4 +28,4 @@ functions = {
     f"{UTILS}:from_parallel_hidden_to_logprobs_packed_sequences(temperature, fused_backend, ...)": with_temperature,
     f"{UTILS}:_fused_lm_head_logprob_apply({GIVEN})": logprobs,
 }
-plugin, install, uninstall = installed("skyrl", functions)
+plugin, install, uninstall = installed("skyrl", "0.4.0, main", functions)

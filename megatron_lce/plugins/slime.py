@@ -53,4 +53,4 @@ functions: Table = {
     f"{LOSS}:get_responses(logits, {BATCH}, apply_temperature)": None,
     f"{LOSS}:_allgather_cp_redistribute(res, logits_local_len, total_lengths, response_lengths)": None,
 }
-plugin, install, uninstall = installed("slime", functions)
+plugin, install, uninstall = installed("slime", "0.3.1, main", functions)

@@ -94,4 +94,4 @@ functions: Table = {
     f"{UTIL}:preprocess_bshd_engine(input_ids, pre_process, ...)": None,
     f"{KERNEL}:LinearCrossEntropy.forward({OF_KERNEL})": None,
 }
-plugin, install, uninstall = installed("verl", functions)
+plugin, install, uninstall = installed("verl", "0.9.0, 0.9.1, main", functions)
