@@ -37,6 +37,15 @@ class StoredHead(NamedTuple):
     hidden: Tensor  # [b, s, H], of the whole sequence; behind the teacher's last norm
     weight: Tensor  # [V/tp, H], this rank's rows of the vocabulary
 
+    def __repr__(self) -> str:
+        parts = (
+            f"{name} {list(part.shape)} {part.dtype} on {part.device}"
+            if isinstance(part, Tensor)
+            else f"{name} {type(part).__name__}"
+            for name, part in self._asdict().items()
+        )
+        return f"StoredHead({', '.join(parts)})"
+
 
 class HeadCall:
     """One call of a model's output layer: all that determines its logits."""

@@ -214,6 +214,9 @@ def test_a_teacher_of_stored_hidden_states(device, tensors, labels):
     model = megatron_world.build(device, mtp_layers=1)
     head = captured(model, tensors)
     stored = StoredHead(head.hidden.detach().transpose(0, 1), head.weight)
+    kind = f"torch.float32 on {head.hidden.device}"
+    assert repr(stored) == f"StoredHead(hidden [3, 23, 32] {kind}, weight [104, 32] {kind})"
+    assert repr(StoredHead([1], None)) == "StoredHead(hidden list, weight NoneType)"
     (mtp_head,), options = head.mtp_heads, {"kinds": ("tv", "jsd"), "labels": labels, "backend": "torch"}
     for teacher_logits_scale in (1.0, 0.5):
         options["teacher_logits_scale"] = teacher_logits_scale
