@@ -4,6 +4,7 @@ Help and errors in arguments come without torch, whose import takes seconds: wha
 """
 
 import argparse
+import contextlib
 import difflib
 import json
 import re
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 from megatron_lce import __version__
 from megatron_lce.command.estimate import WORKSPACE_BYTES, HeadStep, estimate_table, format_estimates, verdict
 from megatron_lce.command.model_shapes import MODEL_SHAPES, find_model, read_config
-from megatron_lce.core.plan import ALIGNED_COLUMNS, ceil_div, round_up
+from megatron_lce.core.plan import ALIGNED_COLUMNS, round_up
 
 MIB = 2**20
 MEGATRON_PADS_TO = 128  # columns of each rank: its --make-vocab-size-divisible-by
@@ -61,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_estimate(command: argparse.ArgumentParser) -> None:
     add, models = command.add_argument, command.add_mutually_exclusive_group().add_argument
     count = _parsed_by(_whole, "a whole number such as 8192, 8,192 or 8k, at least 1", lambda value: value >= 1)
-    share = _parsed_by(float, "a share, between 0 and 1", lambda value: 0 <= value <= 1)
+    share = _parsed_by(float, "a share, at least 0 and below 1", lambda value: 0 <= value < 1)
     text = f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}."
     models("--model", type=_parsed_by(find_model), help=text)
     text = "A Hugging Face config.json that gives both, in place of --model."
@@ -133,11 +134,14 @@ def _estimate(arguments: argparse.Namespace) -> int:
         arguments.fail("--model, --config, or both --hidden and --vocab must be given")
     if hidden % ALIGNED_COLUMNS:
         arguments.fail(f"--hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {hidden}")
+    if vocab % tp:
+        padded = round_up(vocab, MEGATRON_PADS_TO * tp)
+        arguments.fail(f"--vocab must be a multiple of --tp {tp}, got {vocab}; Megatron pads it to {padded}")
     if arguments.sequence_parallel and tokens % tp:
         arguments.fail(f"--tokens must be a multiple of --tp {tp} with --sequence-parallel, got {tokens}")
     same = {name: getattr(arguments, name) for name in ("tp", "sequence_parallel", "dtype", "main_grad", "ignored")}
     same |= {"entropy": not arguments.no_entropy, "workspace_bytes": arguments.workspace_mib * MIB}
-    step = HeadStep(tokens, hidden, ceil_div(vocab, tp), **same)
+    step = HeadStep(tokens, hidden, vocab // tp, **same)
     try:
         rows = estimate_table(step)
     except ValueError as error:  # the workspace is too small for the head
@@ -152,10 +156,17 @@ def _estimate(arguments: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    if "run" in arguments:
-        return arguments.run(arguments)
-    parser.print_help()
-    return 0
+    if "run" not in arguments:
+        parser.print_help()
+        return 0
+    try:
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has enough, as `head -1`
+        with contextlib.suppress(BrokenPipeError):  # else the interpreter closes it at exit, and says so
+            sys.stdout.close()
+        return 1
+    return status
 
 
 if __name__ == "__main__":

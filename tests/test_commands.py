@@ -211,7 +211,10 @@ def test_the_table_has_every_head_and_ends_with_the_verdict(capsys):
             "--tokens must be a multiple of --tp 8 with --sequence-parallel, got 10",
         ),
         ("--hidden 64 --vocab 64 --tp 0", "--tp: must be a whole number such as .*, at least 1, got 0"),
-        ("--hidden 64 --vocab 64 --ignored 60", "--ignored: must be a share, between 0 and 1, got 60"),
+        ("--hidden 64 --vocab 64 --ignored 60", "--ignored: must be a share, at least 0 and below 1, got 60"),
+        ("--hidden 64 --vocab 64 --ignored 1.0", "--ignored: must be a share, at least 0 and below 1, got 1.0"),
+        ("--hidden 64 --vocab 64 --tp 3", "--vocab must be a multiple of --tp 3, got 64; Megatron pads it to 384$"),
+        ("--model Qwen3-8B --tp 3", "--vocab must be a multiple of --tp 3, got 151936; Megatron pads it to 152064$"),
         (
             "--hidden 4096 --vocab 64000 --workspace-mib 1",
             "--workspace-mib 1: workspace_bytes must be at least 4194816",
@@ -225,6 +228,14 @@ def test_what_cannot_be_estimated_says_what_can(arguments, message, capsys):
     printed = capsys.readouterr().err
     assert re.search(message, printed)
     assert printed.count("\n") == 1
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    """As `megatron-lce estimate ... | head -1`."""
+    command = [sys.executable, "-m", "megatron_lce", "estimate", "--model", "Qwen3-8B"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
 
 
 def test_a_config_of_the_hub(tmp_path, capsys):
