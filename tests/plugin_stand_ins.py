@@ -155,7 +155,15 @@ FILES = {
                 vocab_end_index, tp_group, inference_only=False, cp_group=None, chunk_size=None
             ): ...
         """,
-        "train.py": "from nemo_rl.distributed.model_utils import from_parallel_hidden_states_to_logprobs",
+        "models/megatron/train.py": """
+            def forward_with_post_processing_fn(
+                data_iterator, model, post_processing_fn, sampling_params=None, use_fused_linear_logprobs=False
+            ): ...
+        """,
+        "train.py": """
+            from nemo_rl.distributed.model_utils import from_parallel_hidden_states_to_logprobs
+            from nemo_rl.models.megatron.train import forward_with_post_processing_fn
+        """,
     },
     "skyrl": {
         "backends/skyrl_train/distributed/megatron/model_utils.py": """
@@ -206,7 +214,10 @@ BY_NAME = {  # modules that import a replaced function by its name
         ("swift.megatron.trainers.grpo_trainer", "compute_logps_and_entropy_from_logits"),
     ],
     "megatron.bridge": [("megatron.bridge.training.other_step", "_forward_step_common")],
-    "nemo_rl": [("nemo_rl.train", "from_parallel_hidden_states_to_logprobs")],
+    "nemo_rl": [
+        ("nemo_rl.train", "from_parallel_hidden_states_to_logprobs"),
+        ("nemo_rl.train", "forward_with_post_processing_fn"),
+    ],
     "skyrl": [("skyrl.worker", "from_parallel_hidden_to_logprobs")],
     "areal": [("areal.engine", "chunked_lm_head_logprobs_entropy")],
     "megatron.rl": [("megatron.rl.train", "get_logprobs")],

@@ -59,7 +59,8 @@ def names(device, tmp_path):
     def build(**settings):  # the pages speak of a vocabulary of 100, which is padded
         return megatron_runtime.build_gpt(megatron_world.options(**settings), device=device)
 
-    tokens, labels = torch.randint(0, 100, (2, 1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(0, 100, (2, 1, TOKENS), generator=generator).to(device)
     positions = torch.arange(TOKENS, device=device)[None]
     model = build()
     with torch.no_grad(), megatron_lce.capture_lm_head(model) as captured:
@@ -93,6 +94,9 @@ def names(device, tmp_path):
         "student_vocab_size": len(captured.weight),
         "teacher_hidden": captured.hidden.transpose(0, 1).contiguous(),
         "tp_group": captured.tp_group,
+        "draft_hidden": torch.randn(1, TOKENS, 8, generator=generator).to(device).requires_grad_(),
+        "draft_weight": torch.randn(40, 8, generator=generator).to(device).requires_grad_(),
+        "draft_ids": torch.randperm(100, generator=generator)[:40].to(device),
         "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu_seqlens),
     }
 
@@ -107,6 +111,20 @@ def test_python_blocks_run(page, names, usual_torch):
             exec(compile(block, f"{page.name}, block {number}", "exec"), dict(names))
 
 
+def test_a_pruned_vocabulary_is_the_softmax_over_its_ids(names, usual_torch):
+    (block,) = (text for text in blocks(ROOT / "docs" / "distillation.md", "python") if "draft_ids" in text)
+    exec(block, names)
+    target = (names["teacher_hidden"] @ names["weight"].T)[..., names["draft_ids"]].log_softmax(-1)
+    draft = (names["draft_hidden"] @ names["draft_weight"].T).log_softmax(-1)
+    kept = names["kept"]
+    expected = (target.exp() * (target - draft)).sum(-1)[kept]
+    assert 0 < kept.sum() < kept.numel()
+    torch.testing.assert_close(names["out"].forward_kl[kept], expected, rtol=1e-5, atol=1e-5)
+    assert names["out"].forward_kl[~kept].eq(0).all()
+    gradient = torch.autograd.grad(expected.sum() / kept.sum(), names["draft_weight"])[0]
+    torch.testing.assert_close(names["draft_weight"].grad, gradient, rtol=1e-4, atol=1e-5)
+
+
 DECLARATIONS = """
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +135,7 @@ loss_mask: Tensor; old_logprobs: Tensor; advantages: Tensor
 model: torch.nn.Module; student: torch.nn.Module; teacher: torch.nn.Module; mtp_model: torch.nn.Module
 checkpoint: str; student_vocab_size: int; teacher_hidden: Tensor
 tp_group: torch.distributed.ProcessGroup
+draft_hidden: Tensor; draft_weight: Tensor; draft_ids: Tensor
 batch: dict[str, Tensor]; data_iterator: Any; attention_mask: None; hf_config: Any; packed_seq_params: Any
 """
 

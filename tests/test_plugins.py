@@ -80,7 +80,7 @@ MOVED = {
     "miles": "get_log_probs_and_entropy get_responses forward_only",
     "swift": "compute_logps_and_entropy_from_logits compute_per_token_logps_fn MegatronGRPOTrainer MegatronGKDTrainer",
     "megatron.bridge": "_forward_step_common",
-    "nemo_rl": "from_parallel_hidden_states_to_logprobs",
+    "nemo_rl": "from_parallel_hidden_states_to_logprobs forward_with_post_processing_fn",
     "skyrl": "_fused_lm_head_logprob_apply",
     "areal": "chunked_lm_head_logprobs_entropy ChunkedLMHeadOutput",
     "megatron.rl": "selective_log_softmax",

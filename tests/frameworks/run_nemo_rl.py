@@ -6,8 +6,10 @@ Distillation needs no plugin: its losses over a teacher's whole vocabulary and o
 heads, the teacher's being its hidden states and this rank's shard of its weight.
 """
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,20 +29,24 @@ from comparing import (
     sharpened,
 )
 from megatron.core import tensor_parallel
-from stand_ins import definitions, packages_without_their_init
+from stand_ins import definitions, module_with, packages_without_their_init
 from torch import Tensor, nn
 
 import megatron_lce
 from megatron_lce import capture_lm_head
 
 K = 8
+FUSED = "use_fused_linear_logprobs", "use_linear_ce_fusion_loss"  # of main, and of 0.7.0
 
 
 class Configuration(SimpleNamespace):
-    """With items too, as 0.7.0 reads it."""
+    """With items too, as 0.7.0 reads it; what is not set is None."""
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def losses_of(folder: Path, model_utils: Any) -> tuple[Any, type]:
@@ -53,6 +59,32 @@ def losses_of(folder: Path, model_utils: Any) -> tuple[Any, type]:
     file, module = folder / "nemo_rl/algorithms/loss/loss_functions.py", "nemo_rl.algorithms.loss.loss_functions"
     found = definitions(file, module, "DistillationLossFn", *methods, **known)
     return type("FullVocabulary", (), dict(zip(methods, found[1:], strict=True))), found[0]
+
+
+@dataclasses.dataclass
+class Sampling:
+    """In place of TrainingSamplingParams."""
+
+    temperature: float
+
+
+def forward_step(folder: Path) -> Any:
+    """NeMo-RL's forward step of a microbatch, called with a model and a temperature; it returns the model's output."""
+    file, module = folder / "nemo_rl/models/megatron/train.py", "nemo_rl.models.megatron.train"
+    names = "LossPostProcessor", "LogprobsPostProcessor", "TopkLogitsPostProcessor"
+    known = {name: type(name, (), {"__call__": lambda self, **_: None}) for name in names}
+    known["get_capture_context"] = lambda *_: (contextlib.nullcontext(), None)
+    functions = "forward_with_post_processing_fn", "model_forward", "apply_temperature_scaling"
+    train = module_with(file, module, *functions, **known)
+    data = SimpleNamespace(get_multimodal_dict=lambda **_: {})
+    microbatch = Configuration(data_dict=data, input_ids_cp_sharded=TOKENS)
+
+    def step(model: Any, temperature: float) -> Tensor:
+        given = {"post_processing_fn": known["LossPostProcessor"](), "sampling_params": Sampling(temperature)}
+        fused = {name: True for name in FUSED if name in inspect.signature(train.model_forward).parameters}
+        return train.forward_with_post_processing_fn(iter([microbatch]), model, **given, **fused)[0]
+
+    return step
 
 
 def captured(model: nn.Module) -> megatron_lce.CapturedHead:
@@ -109,7 +141,7 @@ def distil(case: Case, folder: Path, model_utils: Any) -> None:
 
 
 def program(folder: Path) -> None:
-    packages_without_their_init(folder, "nemo_rl.distributed", "nemo_rl.algorithms")
+    packages_without_their_init(folder, "nemo_rl.distributed", "nemo_rl.algorithms", "nemo_rl.models.megatron")
     from nemo_rl.distributed import model_utils
 
     from megatron_lce.plugins import nemo_rl
@@ -129,6 +161,16 @@ def program(folder: Path) -> None:
         logits = model(TOKENS, POSITIONS, None)
         return {"logprobs": model_utils.from_parallel_logits_to_logprobs(logits, TOKENS, tp_group=group, **shard)}
 
+    def scaled_unfused(model: nn.Module) -> dict[str, Tensor]:
+        logits = model(TOKENS, POSITIONS, None) / TEMPERATURE
+        return {"logprobs": model_utils.from_parallel_logits_to_logprobs(logits, TOKENS, tp_group=group, **shard)}
+
+    step = forward_step(folder)
+
+    def scaled(model: nn.Module) -> dict[str, Tensor]:
+        return {"logprobs": step(lambda **_: fused(model)["logprobs"], TEMPERATURE)}
+
     for case in cases():
         compare_with_plugin(f"NeMo-RL, {case.name}", case, nemo_rl, fused, unfused)
+        compare_with_plugin(f"NeMo-RL, forward step, {case.name}", case, nemo_rl, scaled, scaled_unfused)
         distil(case, folder, model_utils)
