@@ -41,7 +41,7 @@ HEADS = {
     "megatron": "Megatron, fused cross-entropy",
     "te": "Megatron, TransformerEngine's cross-entropy",
     "compile": "torch.compile",
-    "liger": "Liger",
+    "liger": "Liger, portable Triton head",
     "verl": "verl's fused kernel",
     "ours": "megatron-lce",
     "ours-cached": "megatron-lce, all logits cached",
