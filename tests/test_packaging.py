@@ -67,6 +67,7 @@ def test_metadata(built):
         names = wheel.namelist()
         metadata = message_from_bytes(wheel.read(next(name for name in names if name.endswith("/METADATA"))))
     assert (metadata["Name"], metadata["Version"]) == ("megatron-lce", megatron_lce.__version__)
+    assert f"name: {metadata['Author']}\n" in (ROOT / "CITATION.cff").read_text()
     assert (metadata["License-Expression"], metadata["Requires-Python"]) == ("Apache-2.0", ">=3.11")
     assert "Programming Language :: Python :: 3.13" in metadata.get_all("Classifier")
     assert not [text for text in metadata.get_all("Classifier") if text.startswith("License ::")]
@@ -83,4 +84,5 @@ def test_the_source_archive_has_no_tests_without_their_helpers(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "setup.py", "LICENSE", "README.md", "CHANGELOG.md", "docs/sft.md"} <= names
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "images").iterdir()} <= names
     assert not [name for name in names if name.startswith(("tests", "torchrun_tests", "scripts", "benchmark"))]
