@@ -53,7 +53,7 @@ def program(folder: Path) -> None:
     def captured(model: nn.Module) -> dict[str, Tensor]:
         with megatron_lce.capture_lm_head(adapted(model, True)) as head:
             model(TOKENS, POSITIONS, None)
-        out = head.linear_cross_entropy(LABELS, TEMPERATURE)
+        out = head.linear_cross_entropy(LABELS, temperature=TEMPERATURE)
         return {"logprobs": out.logprobs, "entropy": out.entropy}
 
     def of_logits(model: nn.Module) -> dict[str, Tensor]:
