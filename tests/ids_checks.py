@@ -1,19 +1,40 @@
 """One case of the operations on some ids of the vocabulary, against materialised logits."""
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 import megatron_lce
 from tests.cases import Share
 from tests.findings import Findings, Floors, check_error, check_same_bits_on_every_rank, surroundings, title
 from tests.jsd_oracle import logits_of_products
-from tests.oracle import largest_error, relative_error
+from tests.oracle import (
+    TIMES_EAGER_FP32,
+    Upstream,
+    error_of_sum,
+    largest_error,
+    norm,
+    relative_error,
+    times_eager,
+)
+from tests.roundings import (
+    EPS,
+    ROUNDING,
+    Logits,
+    Terms,
+    make_logits,
+    roundings_of_gradients,
+    terms_of_cross_entropy,
+    usual_norm,
+    variances_of_logprobs,
+)
 
-EPS = torch.finfo(torch.float32).eps
+FAR_BELOW = -1e9  # a logit whose exponential is 0
 
 
 class Exact(NamedTuple):
@@ -24,10 +45,11 @@ class Exact(NamedTuple):
     logits: Tensor  # [..., V], NaN in rows without a usable temperature
     factor: Tensor  # from products to logits, but for the softcap
     usable: Tensor  # [...] bool
-    allowed: float  # error of an fp32 logit; random calls have other budgets
+    rounded: Logits  # the same, [N, V]
+    allowed: float  # error of an fp32 logit in random calls, which have other budgets
 
 
-def exact_logits(share: Share, random: bool) -> Exact:
+def exact_logits(share: Share) -> Exact:
     (hidden, weight), keywords = share.whole.heads[0], share.keywords
     leaves = tuple(tensor.double().requires_grad_() for tensor in (hidden, weight))
     temperature = torch.as_tensor(keywords.get("temperature", 1.0), dtype=torch.float64, device=hidden.device)
@@ -40,10 +62,13 @@ def exact_logits(share: Share, random: bool) -> Exact:
     logits = logits_of_products(rounded, scale, keywords.get("softcap"))
     logits = (logits / temperature.nan_to_num(1.0)).masked_fill(~usable[..., None], torch.nan)
     factor = (scale / temperature).nan_to_num(0, 0, 0)
-    largest = max([1.0, *logits.detach().nan_to_num().abs().flatten().tolist()])
     uncapped = float((products.detach() * factor).abs().max()) if products.numel() else 0.0
-    allowed = 8 * EPS * (1 + uncapped) if random else 4 * EPS * largest
-    return Exact(leaves, products, logits, factor, usable, allowed)
+    names = ("temperature", "logits_scale", "softcap", "logits_dtype")
+    form = {name: keywords[name] for name in names if name in keywords}
+    if isinstance(form.get("temperature"), Tensor):
+        form["temperature"] = form["temperature"].flatten()
+    as_rounded = make_logits(hidden.flatten(0, -2), weight[: keywords["vocab_size"]], **form)
+    return Exact(leaves, products, logits, factor, usable, as_rounded, 8 * EPS * (1 + uncapped))
 
 
 class Found(NamedTuple):
@@ -66,48 +91,59 @@ def check_ids(share: Share, findings: Findings, floors: Floors | None) -> None:
     of_sets = torch.arange(ids.shape[-1], device=ids.device) < first[..., None]  # of so many, none at times
     with surroundings(share.case):
         found = run(share, of_sets, sets)
-    exact, random = exact_logits(share, floors is not None), floors is not None
+    exact, random = exact_logits(share), floors is not None
     check = partial(check_gradients, share=share, exact=exact, random=random, findings=findings)
 
-    def compare(name: str, value: Tensor, expected: Tensor, times: int, allowed: float = 0.0) -> None:
-        allowed = exact.allowed * times if random or not allowed else allowed
+    def compare(name: str, value: Tensor, expected: Tensor, times: int, variances: Tensor) -> None:
+        allowed = exact.allowed * times
+        if not random and variances.numel():
+            allowed = TIMES_EAGER_FP32 * usual_norm(variances.max())
         check_error(share, name, largest_error(value, expected.detach()), allowed, findings)
 
     behind = bool(found.tail.isnan().all())
     findings.check(title(share, "logits_at: ids behind the last offset are NaN"), behind)
     expected = exact.logits.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
-    compare("logits_at", found.logits, expected, 1)
+    compare("logits_at", found.logits, expected, 1, exact.rounded.variance)
     # Of rows without a temperature fp64 makes every gradient NaN, and the operation those of their ids.
     expected, finite = torch.where(exact.usable[..., None], expected, 0.0), bool(exact.usable.all())
-    check("logits_at", found.leaves[0], expected, upstream.candidate_logprobs, finite)
+    at_ids = upstream.candidate_logprobs.double().abs().where(ids >= 0, 0.0).flatten(0, -2)
+    size = torch.zeros_like(exact.rounded.value).scatter_add_(1, ids.clamp(min=0).flatten(0, -2), at_ids)
+    terms = Terms(size, torch.zeros_like(size), 4 * ROUNDING * size.square())
+    check("logits_at", found.leaves[0], expected, upstream.candidate_logprobs, finite, terms, torch.float32)
 
     of_sets = ids.masked_fill(~of_sets, -1)
-    expected = set_logprobs(exact.logits, labels, of_sets, **sets)
-    largest = float(expected.detach().nan_to_num().abs().max()) if expected.numel() else 0.0
+    expected, kept = set_logprobs(exact.logits, labels, of_sets, **sets), kept_ids(exact.logits, of_sets)
+    kept = kept.flatten(0, -2)
+    of_kept = exact.rounded._replace(value=exact.rounded.value.where(kept, FAR_BELOW))
     # Rows without ids have the bits of `linear_cross_entropy`, whose errors are held elsewhere. The bits of torch's
     # products depend on the number of rows.
     dense = (of_sets < 0).all(-1) & (labels != sets["ignore_index"]) & sets["empty_rows"]
     dense &= share.ranks.backend == "triton"
     same = torch.equal(found.support[dense].nan_to_num(7.0), found.dense[dense].nan_to_num(7.0))
     findings.check(title(share, "support_logprobs: rows without ids as linear_cross_entropy"), same)
-    compare("support_logprobs", found.support[~dense], expected[~dense], 8, max(2e-6, 2 * EPS * largest))
+    compare("support_logprobs", found.support[~dense], expected[~dense], 8, variances_of_logprobs(of_kept)[kept])
     right = ~expected.isnan()
     of_usable = set_logprobs(exact.logits.masked_fill(~exact.usable[..., None], 0.0), labels, of_sets, **sets)
-    check("support", found.leaves[1], of_usable.where(right, 0.0), upstream.logprobs, bool(right.all()))
+    counted = (labels != sets["ignore_index"]).flatten()[:, None]
+    terms = terms_of_cross_entropy(of_kept, labels.flatten(), Upstream(upstream.logprobs), None)
+    terms = Terms(*(of.where(counted, 0.0) for of in terms if of is not None))
+    dtype = torch.float32 if (of_sets >= 0).any(-1).all() else None  # rows without ids as in `linear_cross_entropy`
+    check("support", found.leaves[1], of_usable.where(right, 0.0), upstream.logprobs, bool(right.all()), terms, dtype)
 
+    of_logprobs = variances_of_logprobs(exact.rounded)
     top, usable, width = found.top, exact.usable, found.top.ids.shape[-1]
     lse = exact.logits.detach().logsumexp(-1)
     best, best_ids = (part[..., :width] for part in exact.logits.detach().sort(dim=-1, descending=True, stable=True))
     logprobs, chosen = best - lse[..., None], exact.logits.detach().gather(-1, top.ids.clamp(min=0))
     if random:
-        compare("topk: logprobs", top.logprobs[usable].exp(), logprobs[usable].exp(), 8)
-        compare("topk: ids", chosen[usable], best[usable], 4)
+        compare("topk: logprobs", top.logprobs[usable].exp(), logprobs[usable].exp(), 8, of_logprobs)
+        compare("topk: ids", chosen[usable], best[usable], 4, of_logprobs)
     findings.check(title(share, "topk: no ids of unusable rows"), bool((top.ids[~usable] == -1).all()))
     if not random:
         findings.check(title(share, "topk: the ids of a stable sort"), torch.equal(top.ids, best_ids))
-        compare("topk: logprobs themselves", top.logprobs, logprobs, 2)
-        compare("topk: lse", top.lse, lse, 2)
-        compare("topk: mass", top.mass, logprobs.exp().sum(-1), 2)
+        compare("topk: logprobs themselves", top.logprobs, logprobs, 2, of_logprobs)
+        compare("topk: lse", top.lse, lse, 2, of_logprobs)
+        compare("topk: mass", top.mass, logprobs.exp().sum(-1), 2, of_logprobs)
     check_same_bits_on_every_rank(share, [found.logits, found.support, *top], findings)
 
 
@@ -141,12 +177,18 @@ def run(share: Share, of_sets: Tensor, sets: dict[str, Any]) -> Found:
 
 def set_logprobs(logits: Tensor, labels: Tensor, ids: Tensor, ignore_index: int, empty_rows: bool) -> Tensor:
     """The labels' logprobs over each row's ids; over the whole vocabulary in rows without ids."""
-    padding, valid = ids < 0, (labels >= 0) & (labels < logits.shape[-1])
-    kept = torch.zeros_like(logits.detach()).scatter_add_(-1, ids.clamp(min=0), (~padding).double()) > 0
-    empty, of_label = padding.all(-1, keepdim=True), torch.where(valid, labels, 0)[..., None]
-    inside = valid[..., None] & (kept | empty).gather(-1, of_label) & (~empty | empty_rows)
-    logprobs = logits.masked_fill(~(kept | empty), -torch.inf).log_softmax(-1).gather(-1, of_label)
+    valid, kept = (labels >= 0) & (labels < logits.shape[-1]), kept_ids(logits, ids)
+    empty, of_label = (ids < 0).all(-1, keepdim=True), torch.where(valid, labels, 0)[..., None]
+    inside = valid[..., None] & kept.gather(-1, of_label) & (~empty | empty_rows)
+    logprobs = logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, of_label)
     return logprobs.masked_fill(~inside, torch.nan)[..., 0].masked_fill(labels == ignore_index, 0.0)
+
+
+def kept_ids(logits: Tensor, ids: Tensor) -> Tensor:
+    """[..., V]: each row's ids, or all where it has none."""
+    padding = ids < 0
+    kept = torch.zeros_like(logits.detach()).scatter_add_(-1, ids.clamp(min=0), (~padding).double()) > 0
+    return kept | padding.all(-1, keepdim=True)
 
 
 def check_gradients(
@@ -155,6 +197,8 @@ def check_gradients(
     value: Tensor,  # fp64, by which they have gradients
     upstream: Tensor,
     finite: bool,  # else rows without a result make some gradients NaN
+    terms: Terms,
+    dtype: torch.dtype | None,  # as in `roundings_of_gradients`
     *,
     share: Share,
     exact: Exact,
@@ -165,13 +209,20 @@ def check_gradients(
         value, (exact.products, *exact.leaves), upstream.double(), retain_graph=True
     )
     parts = list(zip(("grad_hidden", "grad_weight"), found, grads, (share.rows, share.columns), strict=True))
-    if not random:
-        for what, leaf, grad, part in parts:
-            times = 1 if leaf.dtype != torch.float32 else 4 if name == "logits_at" else 8
-            allowed = torch.finfo(leaf.dtype).eps * times
-            check_error(share, f"{name}: {what}", relative_error(leaf.grad, grad[part]), allowed, findings)
-        return
     hidden, weight = (leaf.detach() for leaf in exact.leaves)
+    of_all = pad(of_products, (0, len(weight) - of_products.shape[-1]))
+    whole = slice(0, len(weight))
+    variances = roundings_of_gradients(of_all, terms, exact.rounded, *share.whole.heads[0], dtype, columns=whole)
+    most = []
+    for (what, leaf, grad, part), variance in zip(parts, variances, strict=True):
+        most.append(times_eager(leaf.dtype) * usual_norm(variance[part]) / norm(grad[part]))
+        if what == "grad_hidden" and "shards" in share.parts:
+            of_ranks = [(of_all[..., rows] @ weight[rows])[part] for rows in share.shards]
+            most[0] = math.hypot(most[0], error_of_sum(of_ranks, leaf.dtype))
+        if not random:
+            check_error(share, f"{name}: {what}", relative_error(leaf.grad, grad[part]), most[-1], findings)
+    if not random:
+        return
     # Each rank rounds its part of hidden's gradient, which may cancel another's.
     of_rank = of_products[..., share.columns] @ weight[: of_products.shape[-1]][share.columns]
     rounded = of_rank.nan_to_num().norm()[None]
@@ -181,10 +232,11 @@ def check_gradients(
     slopes = upstream if name == "logits_at" else 2 * upstream[..., None]
     slopes = float((slopes.double() * exact.factor).abs().sum())
     norms = float(rounded), float(grads[1].nan_to_num().norm())
-    for (what, leaf, grad, part), other, norm in zip(parts, (weight, hidden), norms, strict=True):
+    for (what, leaf, grad, part), other, of_whole, least in zip(parts, (weight, hidden), norms, most, strict=True):
         row = float(other.norm(dim=-1).max()) if other.numel() else 0.0
         step = torch.finfo(leaf.dtype).smallest_normal * own_eps  # of subnormal numbers
-        most = 2 * own_eps * norm + (exact.allowed + 8 * EPS) * slopes * row + step * grad.numel() ** 0.5
+        allowed = 2 * own_eps * of_whole + (exact.allowed + 8 * EPS) * slopes * row + step * grad.numel() ** 0.5
+        allowed = max(allowed, least * norm(grad[part]))
         difference = leaf.grad.double() - grad[part].nan_to_num()
         error = difference.masked_fill(leaf.grad.isnan() & (not finite), 0.0).norm()
-        check_error(share, f"{name}: {what}", float(error), most, findings)
+        check_error(share, f"{name}: {what}", float(error), allowed, findings)

@@ -12,15 +12,17 @@ from torch import Tensor
 from megatron_lce import linear_divergence, linear_divergence_loss, linear_jsd
 from megatron_lce.core.divergence_types import KINDS
 from tests.oracle import (
-    TIMES_EAGER_16_BIT,
     TIMES_EAGER_FP32,
     Comparison,
     assert_within,
     error_of_sum,
+    grad_of_products,
     largest_error,
-    parts_of_grad_hidden,
+    norm,
     relative_error,
+    times_eager,
 )
+from tests.roundings import Logits, make_logits, roundings_of_gradients, terms_of_divergences, usual_norm
 
 
 def make_inputs(
@@ -223,9 +225,10 @@ def jsd_comparisons(
     in_fp32 = evaluate_jsd(materialised_jsd, inputs.to(torch.float32), **keywords)
     dtype = inputs.student_hidden.dtype
     same_dtype = in_fp32 if dtype == torch.float32 else evaluate_jsd(materialised_jsd, inputs, **keywords)
-    # Where eager happens to be exact: a rounding of the products and one of their base-2 form. The gradient holds their
-    # difference too, and is rounded itself.
-    floor = 2 * torch.finfo(torch.float32).eps * _largest_logit(inputs, **keywords)
+    # Where eager happens to be exact: a rounding of the products and one of their base-2 form, of all p of a row alike.
+    student, teacher = _logits(inputs, **keywords)
+    largest = max(1.0, *(float(of.value.abs().max()) if of.value.numel() else 1.0 for of in (student, teacher)))
+    floor = 2 * torch.finfo(torch.float32).eps * largest
     eager_errors = (
         largest_error(in_fp32.loss, expected.loss),
         *_errors_of_16_bit_products(inputs, expected.loss, keywords),
@@ -235,15 +238,25 @@ def jsd_comparisons(
         exact_loss = (inputs.upstream * exact_loss).sum()
         allowed *= 1.0 + float(inputs.upstream.abs().sum())
     yield Comparison("loss", largest_error(actual.loss, exact_loss), allowed)
-    times = TIMES_EAGER_FP32 if dtype == torch.float32 else TIMES_EAGER_16_BIT
-    for name, part in (("grad_hidden", hidden_rows), ("grad_weight", weight_rows)):
+    in_fp64 = inputs.to(torch.float64)
+    of_products = grad_of_products(functools.partial(_evaluate_of_student, in_fp64, **keywords), *in_fp64[:2])
+    given, kinds, beta = inputs.upstream.flatten(), keywords.get("kinds", ()), keywords.get("beta", 0.5)
+    if (labels := keywords.get("labels")) is not None:
+        given = given.where(labels.flatten() != keywords.get("ignore_index", -100), 0.0)
+    in_order = [kind for kind in KINDS if kind in kinds]
+    upstream = {kind: given * factors(given.shape, i, given.device) for i, kind in enumerate(in_order)} or {
+        "jsd": given
+    }
+    terms = terms_of_divergences(student, teacher, upstream, beta)
+    variances = roundings_of_gradients(of_products, terms, student, *inputs[:2])
+    parts = hidden_rows, weight_rows
+    for name, part, variance in zip(("grad_hidden", "grad_weight"), parts, variances, strict=True):
         value, exact, eager = (getattr(result, name) for result in (actual, expected, same_dtype))
-        allowed = times * max(relative_error(eager, exact), floor, torch.finfo(dtype).eps / 4)
+        errors = relative_error(eager, exact), floor, usual_norm(variance[part]) / norm(exact[part])
+        allowed = times_eager(value.dtype) * max(errors)
         if name == "grad_hidden" and shards:
-            in_fp64 = inputs.to(torch.float64)
-            of_heads = functools.partial(_evaluate_of_student, in_fp64, **keywords)
-            of_ranks = parts_of_grad_hidden(of_heads, *in_fp64[:2], shards)
-            allowed = math.hypot(allowed, error_of_sum([of_rank[part] for of_rank in of_ranks], dtype))
+            of_ranks = [(of_products[..., rows] @ in_fp64.student_weight[rows])[part] for rows in shards]
+            allowed = math.hypot(allowed, error_of_sum(of_ranks, dtype))
         yield Comparison(name, relative_error(value, exact[part]), allowed)
 
 
@@ -260,12 +273,13 @@ def _errors_of_16_bit_products(inputs: JsdInputs, exact: Tensor, keywords: dict[
         yield largest_error(jsd_of_products(*products, **keywords), exact)
 
 
-def _largest_logit(inputs: JsdInputs, temperature: float | Tensor = 1.0, **keywords: Any) -> float:
-    if isinstance(temperature, Tensor):
-        temperature = temperature[..., None]
-    largest = 1.0
-    for head, hidden, weight in (("student", *inputs[:2]), ("teacher", *inputs[2:4])):
+def _logits(inputs: JsdInputs, **keywords: Any) -> Iterator[Logits]:
+    """Of both heads."""
+    temperature, size = keywords.get("temperature", 1.0), keywords.get("vocab_size")
+    of_teacher = keywords.get("teacher_temperature")
+    temperatures = temperature, temperature if of_teacher is None else of_teacher
+    heads = zip(("student", "teacher"), (inputs[:2], inputs[2:4]), temperatures, strict=True)
+    for head, (hidden, weight), temperature in heads:
         form = keywords.get(f"{head}_logits_scale", 1.0), keywords.get(f"{head}_softcap")
-        z = logits_of_products(hidden.double() @ weight.double().T, *form) / temperature
-        largest = max([largest, *z[z.isfinite()].abs().tolist()])
-    return largest
+        divisor = temperature.flatten() if isinstance(temperature, Tensor) else temperature
+        yield make_logits(hidden.flatten(0, -2), weight[:size], divisor, *form)

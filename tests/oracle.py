@@ -11,12 +11,23 @@ from torch import Tensor
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from tests.reference import reference_linear_cross_entropy
+from tests.roundings import (
+    EPS,
+    Logits,
+    Terms,
+    make_logits,
+    norm_of_roundings,
+    roundings_of_gradients,
+    roundings_of_outputs,
+    terms_of_cross_entropy,
+    usual_norm,
+    variance_of_rounding,
+)
 
 # An error within this many times that of eager PyTorch is rounding; a wrong formula is orders of magnitude larger.
 TIMES_EAGER_FP32 = 4.0
 TIMES_EAGER_16_BIT = 2.0
 
-_EPS_FP32 = torch.finfo(torch.float32).eps
 LEAST_NORM = 1e-100  # of what an error is relative to: less than any number of fp32, and dividing by it is finite
 
 
@@ -40,6 +51,10 @@ class Comparison(NamedTuple):
     name: str
     error: float
     allowed: float
+
+
+def times_eager(dtype: torch.dtype) -> float:
+    return TIMES_EAGER_FP32 if dtype == torch.float32 else TIMES_EAGER_16_BIT
 
 
 def random_upstream(shape: tuple[int, ...], generator: torch.Generator, entropy: bool = True) -> Upstream:
@@ -92,10 +107,11 @@ def comparisons(
     shards: Sequence[slice] = (),
     **keywords: Any,
 ) -> Iterator[Comparison]:
-    """Each result's error beside what is allowed.
+    """Each result's error beside what is allowed: a multiple of what eager PyTorch makes on these inputs or, if it is
+    right by luck, of what roundings amount to (`tests/roundings.py`).
 
-    Outputs: largest difference, allowed a multiple of what eager PyTorch makes in fp32 on these inputs, whatever their
-    dtype. Gradients: norm of the difference over the norm, allowed a multiple of what eager makes in the inputs' dtype.
+    Outputs: largest difference, whatever the inputs' dtype beside eager's in fp32. Gradients: norm of the difference
+    over the norm, beside eager's in the inputs' dtype.
     `weight_rows`, `hidden_rows`: the part of the oracle's gradients that `actual` holds. `shards`: each rank's rows of
     the weight, if hidden's gradient was summed over the ranks in hidden's dtype.
     """
@@ -103,10 +119,9 @@ def comparisons(
         _any_shape(eager_linear_cross_entropy), hidden.float(), weight.float(), labels, upstream, **keywords
     )
     same_dtype = evaluate(_any_shape(eager_linear_cross_entropy), hidden, weight, labels, upstream, **keywords)
-    extremes = [t.nan_to_num().abs().max() for t in expected.outputs[2:5] if t is not None and t.numel()]
-    largest_logit = max([1.0, *map(float, extremes)])
-    logits_norm = expected.outputs.logits_norm
-    largest_norm = float(logits_norm.nan_to_num().max()) if logits_norm is not None and logits_norm.numel() else 0.0
+    logits, terms = _logits_and_terms(hidden, weight, labels, upstream, **keywords)
+    counted = labels.flatten() != keywords.get("ignore_index", -100)
+    of_outputs = roundings_of_outputs(logits, counted)
     for name, value, exact, eager in zip(
         LinearCrossEntropyOutput._fields, actual.outputs, expected.outputs, in_fp32.outputs, strict=True
     ):
@@ -115,31 +130,25 @@ def comparisons(
         if name == "argmax":
             yield Comparison(name, float((value != exact).sum()), 0.0)
             continue
-        # Where eager happens to be exact: a rounding of the products and one of their base-2 form.
-        floor = 2 * _EPS_FP32 * (max(largest_logit, largest_norm) if name == "logits_norm" else largest_logit)
         eager_error = 0.0 if eager is None else largest_error(eager, exact)
-        yield Comparison(name, largest_error(value, exact), TIMES_EAGER_FP32 * max(eager_error, floor))
-    # What the exact gradients of weights one rounding away differ by: of a single number eager may be right by luck.
-    sign = 1 - 2 * (torch.arange(len(weight), device=weight.device) % 2)[:, None]
-    nudged = None
-    if keywords.get("logits_dtype") is None:  # else ties would round the other way
-        nudged = oracle(hidden, weight.double() * (1 + _EPS_FP32 / 2 * sign), labels, upstream, **keywords)
-    for name, part, dtype in (("grad_hidden", hidden_rows, hidden.dtype), ("grad_weight", weight_rows, weight.dtype)):
-        times = TIMES_EAGER_FP32 if dtype == torch.float32 else TIMES_EAGER_16_BIT
+        allowed = TIMES_EAGER_FP32 * max(eager_error, of_outputs.get(name, of_outputs["lse"]))
+        yield Comparison(name, largest_error(value, exact), allowed)
+    exact_of = functools.partial(oracle, labels=labels, upstream=upstream, **keywords)
+    of_products = grad_of_products(exact_of, hidden.double(), weight.double())
+    variances = roundings_of_gradients(of_products, terms, logits, hidden, weight)
+    # Where backward's products are rounded otherwise than forward's, every p of a row is.
+    of_rows = EPS / 4 * float(logits.value[counted].abs().max()) if counted.any() else 0.0
+    parts, dtypes = (hidden_rows, weight_rows), (hidden.dtype, weight.dtype)
+    for name, part, dtype, variance in zip(("grad_hidden", "grad_weight"), parts, dtypes, variances, strict=True):
         value, exact, eager = (getattr(result, name) for result in (actual, expected, same_dtype))
         if value is None:
             continue
-        # Where eager happens to be exact: rounding of the result, and of the logits that p = exp(z - lse) is made of.
-        # Over many numbers a rounding is a quarter of eps on average, of a single one it is up to a half.
-        floor = max(torch.finfo(dtype).eps, _EPS_FP32 * largest_logit) / (4 if value.numel() > 1 else 2)
-        likes = [eager] if nudged is None else [eager, getattr(nudged, name)]
         # A part whose gradient is small beside the others' is judged by what eager makes of it.
-        errors = (relative_error(like[of], exact[of]) for like in likes for of in (slice(None), part))
-        allowed = times * max(floor, *errors)
+        errors = [relative_error(eager[of], exact[of]) for of in (slice(None), part)]
+        allowed = times_eager(dtype) * max(*errors, of_rows, usual_norm(variance[part]) / norm(exact[part]))
         if name == "grad_hidden" and shards:
-            exact_of = functools.partial(oracle, labels=labels, upstream=upstream, **keywords)
-            of_ranks = parts_of_grad_hidden(exact_of, hidden.double(), weight.double(), shards)
-            allowed = math.hypot(allowed, error_of_sum([of_rank[part] for of_rank in of_ranks], dtype))
+            of_ranks = [(of_products[..., rows] @ weight[rows].double())[part] for rows in shards]
+            allowed = math.hypot(allowed, error_of_sum(of_ranks, dtype))
         yield Comparison(name, relative_error(value, exact[part]), allowed)
 
 
@@ -155,25 +164,47 @@ def part_comparisons(
     """The part of hidden's gradient that some rows of the weight give, beside what eager makes of it in 16 bits."""
     functions = oracle, functools.partial(evaluate, _any_shape(eager_linear_cross_entropy))
     inputs = (hidden.double(), weight.double()), (hidden, weight)
-    exact, eager = (
-        parts_of_grad_hidden(functools.partial(f, labels=labels, upstream=upstream, **keywords), *of, [rows])[0]
+    of_products = [
+        grad_of_products(functools.partial(f, labels=labels, upstream=upstream, **keywords), *of)
         for f, of in zip(functions, inputs, strict=True)
-    )
+    ]
+    exact, eager = (of[..., rows] @ of_weight[rows] for of, (_, of_weight) in zip(of_products, inputs, strict=True))
+    logits, terms = _logits_and_terms(hidden, weight, labels, upstream, **keywords)
+    variance, _ = roundings_of_gradients(of_products[0], terms, logits, hidden, weight, columns=rows)
     valid = exact.isfinite() & value.isfinite()  # a rank whose columns are padding knows of no row that is NaN
     exact, eager, value = (of[valid] for of in (exact, eager, value))
-    error = max(relative_error(eager, exact), torch.finfo(hidden.dtype).eps / 4)
+    error = max(relative_error(eager, exact), usual_norm(variance) / norm(exact))
     yield Comparison("grad_hidden of this rank's columns", relative_error(value, exact), TIMES_EAGER_16_BIT * error)
 
 
-def parts_of_grad_hidden(
-    function: Callable[[Tensor, Tensor], Any], hidden: Tensor, weight: Tensor, shards: Sequence[slice]
-) -> list[Tensor]:
-    """What each shard's rows of the weight give of `function(hidden, weight).grad_hidden`."""
+def _logits_and_terms(
+    hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Upstream, **keywords: Any
+) -> tuple[Logits, Terms]:
+    """What roundings follow from."""
+    temperature, candidates = keywords.get("temperature", 1.0), keywords.get("candidates")
+    if isinstance(temperature, Tensor):
+        temperature = temperature.flatten()
+    form = {name: keywords[name] for name in ("logits_scale", "softcap", "logits_dtype") if name in keywords}
+    logits = make_logits(
+        hidden.reshape(-1, hidden.shape[-1]), weight[: keywords.get("vocab_size")], temperature, **form
+    )
+    taken = upstream._replace(
+        entropy=upstream.entropy if keywords.get("entropy", True) else None,
+        mean_logit=upstream.mean_logit if keywords.get("telemetry") else None,
+    )
+    labels = labels.flatten()
+    candidates = candidates if candidates is None else candidates.flatten(0, -2)
+    terms = terms_of_cross_entropy(logits, labels, taken, candidates)
+    counted = labels[:, None] != keywords.get("ignore_index", -100)
+    return logits, Terms(*(of.where(counted, 0.0) for of in terms if of is not None))
+
+
+def grad_of_products(function: Callable[[Tensor, Tensor], Any], hidden: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of hidden @ weight.T, [..., V], behind `function(hidden, weight).grad_hidden`."""
     num_rows, hidden_size = weight.shape
     nothing, identity = hidden.new_zeros(*hidden.shape[:-1], num_rows), torch.eye(num_rows).to(weight)
     wider = torch.cat([hidden, nothing], dim=-1), torch.cat([weight, identity], dim=-1)  # with the same products
-    grad_products = function(*wider).grad_hidden[..., hidden_size:]
-    return [grad_products[..., rows].to(weight) @ weight[rows] for rows in shards]
+    return function(*wider).grad_hidden[..., hidden_size:].to(weight)
 
 
 def error_of_sum(parts: Sequence[Tensor], dtype: torch.dtype, *, of_parts: bool = True) -> float:
@@ -181,26 +212,19 @@ def error_of_sum(parts: Sequence[Tensor], dtype: torch.dtype, *, of_parts: bool 
 
     A rank rounds its part (`of_parts`), and each addition of a ring or a tree its result; the last addition is among
     what one rank is allowed, unless the parts are exact (not `of_parts`). NCCL chooses the order: of so many parts the
-    sum with the largest roundings. A rounding is uniform within half a unit in the last place, roundings are
-    independent, and the norm of so many is rarely, at five standard deviations of its square, above this.
+    sum with the largest roundings.
     """
     parts = [part.double().nan_to_num() for part in parts]
     total, parts = sum(parts), [part for part in parts if part.any()]
-    norm = float(torch.as_tensor(total).norm())
-    if len(parts) < 2 or not norm:
+    of_total = float(torch.as_tensor(total).norm())
+    if len(parts) < 2 or not of_total:
         return 0.0
-
-    def variance(rounded: Tensor) -> Tensor:
-        last_place = torch.finfo(dtype).eps * torch.ldexp(torch.ones_like(rounded), rounded.frexp().exponent - 1)
-        least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        return torch.where(rounded == 0, 0.0, last_place.clamp(min=least) ** 2 / 12)
-
     of_sums = [
-        max((variance(sum(some)) for some in itertools.combinations(parts, number)), key=torch.sum)
+        max((variance_of_rounding(sum(some), dtype) for some in itertools.combinations(parts, number)), key=torch.sum)
         for number in range(2, len(parts) + (not of_parts))
     ]
-    squares = sum([*of_sums, *(map(variance, parts) if of_parts else ())])
-    return float((squares.sum() + 5 * (2 * squares.square().sum()).sqrt()).sqrt()) / norm
+    of_each = [variance_of_rounding(part, dtype) for part in parts] if of_parts else []
+    return norm_of_roundings(sum([*of_sums, *of_each])) / of_total
 
 
 def assert_within(comparisons: Iterator[Comparison]) -> None:
@@ -222,7 +246,12 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
         return float("inf")
     valid = ~expected.isnan()
     difference = float((actual.double() - expected.double())[valid].norm())
-    return difference / max(float(expected[valid].double().norm()), LEAST_NORM) if difference else 0.0
+    return difference / norm(expected[valid]) if difference else 0.0
+
+
+def norm(exact: Tensor) -> float:
+    """What errors are relative to."""
+    return max(float(exact[~exact.isnan()].double().norm()), LEAST_NORM)
 
 
 def eager_linear_cross_entropy(
