@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_lce.backends.choice import load_backend
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import round_up
 from megatron_lce.core.rows import RowInputs
@@ -23,7 +24,7 @@ def stats_of(primitives, problem, columns=slice(None), **keywords):
     weight = problem.weight[columns]
     labels = torch.where((labels >= 0) & (labels < weight.shape[0]), labels, -1).int()
     rows, options = RowInputs(labels, row_scale, row_scale * LN_2), Options(telemetry=True, **keywords)
-    return primitives.softmax_stats(problem.hidden, weight, rows, options, vocab_start=first)
+    return primitives.softmax_stats(LMHead(problem.hidden, weight), rows, options, vocab_start=first)
 
 
 def merged(primitives, parts):
@@ -62,7 +63,7 @@ def test_nothing_behind_a_slab_is_written(columns, dtype, primitives, device):
     buffer = torch.full((9, 512), 7.0, device=device, dtype=dtype)
     slab = buffer[:, :width]
     where = {"slab_start": columns.start, "entropy": True}
-    primitives.grad_logits(problem.hidden, weight, rows, terms, slab, Options(), **where)
+    primitives.grad_logits(LMHead(problem.hidden, weight), rows, terms, slab, **where)
     assert not slab.any()
     assert (buffer[:, round_up(width, 16 // dtype.itemsize) :] == 7.0).all()
 

@@ -12,15 +12,15 @@ from megatron_lce.core.divergence_types import (
     DIVERGENCE_ROWS,
     KINDS,
     SOFTMAX_ROWS,
-    Head,
     Heads,
     divergences_in_nats,
     gradient_terms,
     merged_softmaxes,
 )
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.plan import slab_row_stride
 from megatron_lce.core.rows import RowInputs
-from megatron_lce.core.statistics import LN_2, LOG2_E
+from megatron_lce.core.statistics import LN_2
 from tests.jsd_oracle import divergences_of_products
 from tests.oracle import TIMES_EAGER_FP32, largest_error, relative_error
 
@@ -49,9 +49,9 @@ def run(
     temperature = torch.ones(n, device=device) if temperature is None else temperature
     to_nats = torch.full((n,), LN_2, device=device)
     to_nats[IGNORED] = 0.0
-    rows = RowInputs(torch.zeros(n, dtype=torch.int32, device=device), LOG2_E / temperature, to_nats)
-    of_head = [Head(products.new_empty(0), products.new_empty(0), 1.0, softcap).with_rows(products[0], rows.scale)] * 2
-    heads = Heads(*of_head, beta, tuple(kinds))
+    head = LMHead(products[0], products.new_empty(0), temperature, 1.0, softcap)
+    rows = RowInputs(torch.zeros(n, dtype=torch.int32, device=device), head.logits_factor / temperature, to_nats)
+    heads = Heads(head, head, (rows.scale, rows.scale), beta, tuple(kinds))
     shards, stats = [], []
     for columns in SHARDS:
         width = columns.stop - columns.start

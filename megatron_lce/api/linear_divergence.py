@@ -25,9 +25,10 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import all_gather_stack, wait_if_async
-from megatron_lce.core.divergence_types import KINDS, Head, Kind, LinearDivergenceOutput
+from megatron_lce.core.divergence_types import KINDS, Kind, LinearDivergenceOutput
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import sum_of_losses
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.losses import Metrics, TokenLossFunction
 from megatron_lce.core.matmul import aligned_rows, matmul, without_autocast
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
@@ -155,7 +156,7 @@ def linear_divergence_loss(
     heads = _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords, loss_args)
     call = heads.call
     results = sum_of_losses(name, heads, loss, flat_per_token(call, per_token))
-    with without_autocast(call.hidden.device, name), call.telling():
+    with without_autocast(call.head.hidden.device, name), call.telling():
         check_tokens_apart(loss, results.sample, alternative="linear_divergence")
     return DivergenceLoss(results.loss_sum, results.outputs, results.metrics)
 
@@ -227,19 +228,19 @@ def _prepare(
             of = of if extra.get(of) is not None else "temperature"
             numbers = extra[f"{role}_logits_scale"], extra[f"{role}_softcap"], extra.get(of, options.temperature)
             validation.check_quotients(*numbers, f"{role}_", of)
-    call = replace(checks.call(), matmul=matmul)
-    alignment, temperature = 16 // teacher_hidden.element_size(), extra["teacher_temperature"]
+    call, alignment = checks.call(), 16 // teacher_hidden.element_size()
+    temperature = call.head.temperature if extra["teacher_temperature"] is None else extra["teacher_temperature"]
     teacher_hidden = _later_rows(teacher_hidden.detach(), extra["_teacher_shift"], call)
     hidden = aligned_rows(teacher_hidden.reshape(-1, teacher_hidden.shape[-1]), alignment)
     weight = aligned_rows(teacher_weight.detach().contiguous(), alignment)
+    temperature = temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature)
+    teacher = LMHead(hidden, weight, temperature, extra["teacher_logits_scale"], extra["teacher_softcap"])
+    student = call.head._replace(logits_scale=extra["student_logits_scale"], softcap=extra["student_softcap"])
     return TwoHeads(
-        call,
-        student_logits_scale=float(extra["student_logits_scale"]),
-        student_softcap=extra["student_softcap"],
-        teacher=Head(hidden, weight, float(extra["teacher_logits_scale"]), extra["teacher_softcap"]),
+        replace(call, head=student, matmul=matmul),
+        teacher,
         kinds=tuple(dict.fromkeys(kinds)),
         beta=float(beta),
-        teacher_temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
         return_student=extra["return_student"],
     )
 

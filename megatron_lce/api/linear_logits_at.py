@@ -56,7 +56,7 @@ def linear_logits_at(
     call = checks.call()
     with torch.no_grad():
         csr_ids = csr_from_dense(ids.reshape(-1, ids.shape[-1])) if offsets is None else csr_from_offsets(ids, offsets)
-    logits = LogitsAtFunction.apply(call.hidden, call.weight, call, csr_ids, False)
+    logits = LogitsAtFunction.apply(call.head.hidden, call.head.weight, call, csr_ids, False)
     if call.labels.numel() == 0:  # all ids lie outside the offsets
         outside = torch.full(ids.shape, torch.nan, dtype=torch.float32, device=ids.device).masked_fill_(ids < 0, 0.0)
         logits = torch.cat([logits, outside.view(-1)])

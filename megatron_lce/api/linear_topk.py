@@ -21,7 +21,6 @@ from megatron_lce.core.matmul import copies_to_fp32, matmul, without_autocast
 from megatron_lce.core.one_head import merged_over_group
 from megatron_lce.core.plan import MIN_TOKENS, round_up, slices
 from megatron_lce.core.row_index import RowIndex
-from megatron_lce.core.rows import softcap_scale
 from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT
 from megatron_lce.core.tokens import tokens_in_blocks
 
@@ -85,17 +84,17 @@ def linear_topk(
             limit, got = f"be at most the {vocab_size} ids of the vocabulary", f"{k}: is tp_group missing?"
             validation.require(vocab_size is None or k <= vocab_size, "k", limit, got)
         call = checks.call()
-        with without_autocast(call.hidden.device, name):
+        with without_autocast(call.head.hidden.device, name):
             return reshape_outputs(_topk(call, k), call.shape)
 
 
 def _topk(call: Call, k: int) -> TopK:
     num_tokens, stride = call.labels.shape[0], round_up(call.size.max_columns, CHUNK_COLUMNS)
     block_tokens, product_columns = _plan(call, k)
-    tokens = tokens_in_blocks(call.hidden, RowIndex(num_tokens), block_tokens, call.options)
-    rows = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard)
+    tokens = tokens_in_blocks(call.head.hidden, RowIndex(num_tokens), block_tokens, call.options)
+    rows = call.backend.prepare_rows(call.head, call.labels, call.options.ignore_index, call.shard)
     rows = tokens.row_index.select_rows(rows)
-    buffer = call.hidden.new_empty(block_tokens * stride, dtype=torch.float32)
+    buffer = call.head.hidden.new_empty(block_tokens * stride, dtype=torch.float32)
     logits = buffer.new_full((num_tokens, k), -torch.inf)
     columns = call.labels.new_full((num_tokens, k), stride)
     extremes, sums = logits.new_empty(2, num_tokens), columns.new_empty(1, num_tokens)
@@ -127,15 +126,16 @@ def _topk(call: Call, k: int) -> TopK:
 def _plan(call: Call, k: int) -> tuple[int, int]:
     """Return the tokens of a block, and the columns of one product, whose weight may need an fp32 copy."""
     options, stride, num_tokens = call.options, round_up(call.size.max_columns, CHUNK_COLUMNS), call.labels.shape[0]
-    row_bytes, copies = 4 * call.hidden.shape[1], copies_to_fp32(call.hidden) or call.hidden.dtype != call.weight.dtype
-    column_bytes = row_bytes if copies_to_fp32(call.weight) else 0
+    hidden, weight = call.head.hidden, call.head.weight
+    row_bytes, copies = 4 * hidden.shape[1], copies_to_fp32(hidden) or hidden.dtype != weight.dtype
+    column_bytes = row_bytes if copies_to_fp32(weight) else 0
     all_chunks = stride // CHUNK_COLUMNS
     chunks = min(k, all_chunks)
     token_bytes = (4 if options.logits_dtype is None else 6) * stride + (row_bytes if copies else 0)  # products, hidden
     token_bytes += 40 * all_chunks + 16 * CHUNK_COLUMNS  # statistics
     # The selection.
     token_bytes += (4 * CHUNK_COLUMNS + 24 * _GROUPS) * chunks + 36 * _GROUP_COLUMNS * min(k, chunks * _GROUPS)
-    ranks = num_tokens // call.hidden.shape[0] if options.sequence_parallel and num_tokens else 1
+    ranks = num_tokens // hidden.shape[0] if options.sequence_parallel and num_tokens else 1
     # A block has as many tokens of every rank.
     chunk_bytes, ranks_bytes = CHUNK_COLUMNS * column_bytes, token_bytes * ranks
     if options.workspace_bytes < ranks_bytes + chunk_bytes:
@@ -149,12 +149,12 @@ def _plan(call: Call, k: int) -> tuple[int, int]:
 
 def _fill(raw_logits: Tensor, hidden: Tensor, call: Call, product_columns: int) -> None:
     """Write the raw logits of hidden with this shard's columns, rounded if asked for, or the tanh of a softcap."""
-    dtype, cap = call.options.logits_dtype, softcap_scale(call.options)
+    dtype, cap = call.head.logits_dtype, call.head.softcap_scale
     # fp32 inputs are multiplied 256 of H at a time, because one running sum over a long H loses digits.
     step = 256 if hidden.dtype == torch.float32 else hidden.shape[1]
     for col_slice in slices(raw_logits.shape[1], product_columns):
         for h_slice in slices(hidden.shape[1], step):
-            weight = call.weight[col_slice, h_slice]
+            weight = call.head.weight[col_slice, h_slice]
             matmul(hidden[:, h_slice], weight.T, raw_logits[:, col_slice], accumulate=h_slice.start > 0)
     if dtype is not None:
         raw_logits.copy_(raw_logits.to(dtype))

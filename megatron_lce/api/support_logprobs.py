@@ -67,7 +67,7 @@ def support_logprobs(
     call = checks.call()
     with torch.no_grad():
         csr_ids = csr_from_offsets(ids, offsets).deduplicated()
-    logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, csr_ids, True).view(labels.shape)
+    logprobs = LogitsAtFunction.apply(call.head.hidden, call.head.weight, call, csr_ids, True).view(labels.shape)
     over_vocabulary = functools.partial(linear_cross_entropy, hidden, weight, ignore_index=ignore_index, **options)
     if empty_rows:
         sizes = torch.segment_reduce((csr_ids.ids >= 0).float(), "sum", offsets=csr_ids.offsets, unsafe=True)

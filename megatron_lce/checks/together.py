@@ -19,6 +19,7 @@ from megatron_lce.checks.dtensors import to_local_tensors
 from megatron_lce.checks.validation import require
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, Telling
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.matmul import aligned_rows
 from megatron_lce.core.options import Options, Shard
 
@@ -268,13 +269,19 @@ class Checks:
     def call(self) -> Call:
         """Lay out the arguments as a `Call`. Only after the context is the largest shard known."""
         hidden, labels, temperature, ids = self.hidden, self.labels, self.temperature, self.candidates
-        step = 16 // hidden.element_size()
+        step, options = 16 // hidden.element_size(), self.options
+        head = LMHead(
+            aligned_rows(hidden.reshape(-1, hidden.shape[-1]), step),
+            aligned_rows(self.weight.contiguous(), step),
+            temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
+            options.logits_scale,
+            options.softcap,
+            options.logits_dtype,
+        )
         backend = load_backend(self.options.backend, hidden.device)
         return Call(
-            hidden=aligned_rows(hidden.reshape(-1, hidden.shape[-1]), step),
-            weight=aligned_rows(self.weight.contiguous(), step),
+            head=head,
             labels=labels.reshape(-1),
-            temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
             candidates=None if ids is None else ids.reshape(-1, ids.shape[-1]),
             options=self.options,
             shard=self.shard,

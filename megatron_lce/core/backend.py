@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_lce.core.divergence_types import Heads
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard, Telemetry
 from megatron_lce.core.plan import ScratchBytes
@@ -18,16 +19,12 @@ class Backend(Protocol):
     def scratch_bytes(self, hidden: Tensor, weight: Tensor, telemetry: Telemetry) -> ScratchBytes:
         """Return the bytes of intermediates that the primitives allocate."""
 
-    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> RowInputs:
-        """Return per-row inputs from labels [N], int64 global ids, and temperatures, [N] if a tensor.
-
-        An unusable temperature gives NaN.
-        """
+    def prepare_rows(self, head: LMHead, labels: Tensor, ignore_index: int, shard: Shard) -> RowInputs:
+        """Return per-row inputs from labels [N], int64 global ids, and temperatures; an unusable one gives NaN."""
 
     def softmax_stats(
         self,
-        hidden: Tensor,  # [N, H]
-        weight: Tensor,  # [V, H]
+        head: LMHead,  # of N tokens and V columns
         rows: RowInputs,
         options: Options,
         *,
@@ -66,7 +63,7 @@ class Backend(Protocol):
         rows: RowInputs,
         softmax: RowSoftmax,
         upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE_SCALARS` outputs, [N] fp32, any stride
-        options: Options,
+        head: LMHead,
     ) -> tuple[Tensor, Tensor]:
         """Return packed `RowTerms`, [6, N], or [7, N] if the mean logit has a gradient, and a mask [N] of rows.
 
@@ -75,12 +72,10 @@ class Backend(Protocol):
 
     def grad_logits(
         self,
-        hidden: Tensor,  # [N, H]
-        weight: Tensor,  # [C, H], the slab
+        head: LMHead,  # of N tokens and the slab's C columns
         rows: RowInputs,
         terms: Tensor,  # [6 or 7, N], packed `RowTerms`
         out: Tensor,  # [N, C] of weight's dtype
-        options: Options,
         *,
         slab_start: int,  # of the slab in the shard
         entropy: bool,  # `terms.entropy_term` may be nonzero
@@ -92,7 +87,7 @@ class Backend(Protocol):
         cache: LogitsCache,
         rows: RowInputs,
         terms: Tensor,  # [6 or 7, N], packed `RowTerms`
-        options: Options,
+        head: LMHead,
         *,
         entropy: bool,  # `terms.entropy_term` may be nonzero
     ) -> None:
@@ -100,13 +95,12 @@ class Backend(Protocol):
 
     def indexed_logits(
         self,
-        hidden: Tensor,  # [N, H]
-        weight: Tensor,  # [V, H]
+        head: LMHead,
         token_index: Tensor,  # [M] int64 rows of hidden
         ids: Tensor,  # [M] int64 global ids; negative: padding
         rows: RowInputs,
-        options: Options,
         shard: Shard,
+        workspace_bytes: int,
     ) -> Tensor:
         """Return [2, M] fp32: base-2 logits, and ones; both 0 at an id of another shard, and the first at padding.
 

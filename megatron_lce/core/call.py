@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce.core.backend import Backend
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.matmul import matmul
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ALIGNED_COLUMNS, HeadSize
@@ -25,8 +26,7 @@ SOFTCAP_TEMPERATURES = 8  # the least softcap / temperature under which logits a
 class Call:
     """Tensors and options of one call, checked and compared over the group.
 
-    hidden      [N, H], under sequence parallel [N / tp, H]; rows start at 16 bytes and may be up to 7 zeros wider
-    weight      [V_local, H], hidden's dtype or fp32, rows as wide as hidden's
+    head        the head, of two the student's
     labels      [N] int64 global ids
     candidates  [N, K] int64 global ids
     options     without tensors; tp_group is None on one rank, sequence_parallel is True only with a tp_group
@@ -34,10 +34,8 @@ class Call:
     telling     a context around code of the caller: in the first call of a kind, what it raises is raised on all ranks
     """
 
-    hidden: Tensor
-    weight: Tensor
+    head: LMHead
     labels: Tensor
-    temperature: float | Tensor  # [N] if a tensor
     candidates: Tensor | None
     options: Options
     shard: Shard
@@ -50,17 +48,17 @@ class Call:
     @cached_property
     def size(self) -> HeadSize:
         """Sizes for plans, the same on every rank."""
-        options, hidden = self.options, self.hidden
-        scratch = self.backend.scratch_bytes(hidden, self.weight, options.telemetry)
-        if options.softcap is not None and not self._keeps_slopes(options.softcap):
+        options, (hidden, weight, *_) = self.options, self.head
+        scratch = self.backend.scratch_bytes(hidden, weight, options.telemetry)
+        if self.head.softcap is not None and not self._keeps_slopes(self.head.softcap):
             scratch = scratch._replace(caches=False)
         return HeadSize(
             hidden_size=hidden.shape[1],
             max_columns=self.shard.max_columns,
-            itemsize=self.weight.element_size(),
+            itemsize=weight.element_size(),
             stats_rows=num_stats(options.entropy, options.telemetry) + num_extremes(options.telemetry) - 2,
             scratch=scratch,
-            needs_weight_acc=self.weight.dtype != torch.float32 and options.weight_grad_sink is None,
+            needs_weight_acc=weight.dtype != torch.float32 and options.weight_grad_sink is None,
             shards_aligned=not any(n % ALIGNED_COLUMNS for n in (self.shard.max_columns, options.vocab_size or 0)),
         )
 
@@ -70,18 +68,18 @@ class Call:
         Their error, relative to the logit's range, grows with temperature / softcap. The mean logit's gradient needs
         the slope also where an exponential underflowed.
         """
-        is_cool = isinstance(self.temperature, float) and SOFTCAP_TEMPERATURES * self.temperature <= softcap
+        temperature = self.head.temperature
+        is_cool = isinstance(temperature, float) and SOFTCAP_TEMPERATURES * temperature <= softcap
         return is_cool and not self.options.telemetry
 
     def without_tensors(self) -> Self:
         """Return a copy without tensors, which an autograd node saves separately, and without a hold on the group."""
         empty, group = torch.empty(0, dtype=torch.uint8, device="cpu"), self.options.tp_group
+        temperature = 1.0 if isinstance(self.head.temperature, Tensor) else self.head.temperature
         return replace(
             self,
-            hidden=empty,
-            weight=empty,
+            head=self.head._replace(hidden=empty, weight=empty, temperature=temperature),
             labels=empty,
-            temperature=1.0 if isinstance(self.temperature, Tensor) else self.temperature,
             candidates=None,
             options=self.options if group is None else replace(self.options, tp_group=None),
             telling=nullcontext,
@@ -90,11 +88,12 @@ class Call:
 
     def with_tensors(self, hidden: Tensor, weight: Tensor) -> Self:
         """Return a copy with the tensors that an autograd node saved, and the group."""
+        head = self.head._replace(hidden=hidden, weight=weight)
         if self.group is None:
-            return replace(self, hidden=hidden, weight=weight)
+            return replace(self, head=head)
         if (group := self.group()) is None:
             raise RuntimeError("backward needs tp_group, which was destroyed after forward")
-        return replace(self, hidden=hidden, weight=weight, options=replace(self.options, tp_group=group))
+        return replace(self, head=head, options=replace(self.options, tp_group=group))
 
 
 def check_backward(operation: str, *upstream: Tensor | None) -> None:

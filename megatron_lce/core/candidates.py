@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowSoftmax, RowTerms, softcap_scale_or_one
+from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowSoftmax, RowTerms
 
 
 class CandidateGradients(NamedTuple):
@@ -63,8 +63,8 @@ def candidate_gradients(
     grad += torch.where(columns == rows.labels[:, None], terms.label_term, 0.0)
     if terms.mean_term is not None:
         grad += terms.mean_term
-    factor = rows.scale[:, None] * softcap_scale_or_one(call.options)
-    if call.options.softcap is not None:
+    factor = rows.scale[:, None] * call.head.slope
+    if call.head.softcap is not None:
         logits = (log_p + softmax.log_sum[:, None]) + softmax.max_logit[:, None]
         slope = 1.0 - (logits / rows.scale[:, None]).square_()
         grad *= slope

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LN_2
@@ -47,41 +48,12 @@ def computed_kinds(kinds: Iterable[Kind], beta: float) -> tuple[Kind, ...]:
     return tuple(dict.fromkeys(computed_kind(kind, beta) for kind in kinds))
 
 
-class Head(NamedTuple):
-    """The last layer of one model. Both heads have the same tokens and columns.
-
-    With `x = hidden @ weight.T`, its logits are `scale * x` or, under a softcap, `scale * tanh(softcap_scale * x)`.
-    """
-
-    hidden: Tensor  # [N, H]
-    weight: Tensor  # [V, H], hidden's dtype
-    logits_scale: float = 1.0
-    softcap: float | None = None
-    scale: Tensor | None = None  # [N] fp32; None until `with_rows`
-
-    @property
-    def softcap_scale(self) -> float | None:
-        """The factor from products to the argument of tanh, or None without a softcap."""
-        return None if self.softcap is None else self.logits_scale / self.softcap
-
-    def with_rows(self, hidden: Tensor, scale: Tensor) -> "Head":
-        """Return the head for these rows; `scale` [N] does not include logits_scale or softcap."""
-        factor = self.logits_scale if self.softcap is None else self.softcap
-        return self._replace(hidden=hidden, scale=scale if factor == 1.0 else scale * factor)
-
-    def block(self, token_slice: slice, col_slice: slice) -> "Head":
-        """Return the head of some tokens and some columns."""
-        assert self.scale is not None
-        return self._replace(
-            hidden=self.hidden[token_slice], weight=self.weight[col_slice], scale=self.scale[token_slice]
-        )
-
-
 class Heads(NamedTuple):
-    """Student, teacher, and per-token inputs of their comparison."""
+    """Student, teacher, and per-token inputs of their comparison: the same tokens and columns of both."""
 
-    student: Head
-    teacher: Head
+    student: LMHead
+    teacher: LMHead
+    scales: tuple[Tensor, Tensor]  # [N] fp32 each, as in `RowInputs`
     beta: float
     kinds: tuple[Kind, ...]  # the divergences, or those with a gradient; see `computed_kinds`
     labels: Tensor | None = None  # [N] int32 columns; outside [0, C): not in this shard; None: no student outputs
@@ -89,10 +61,12 @@ class Heads(NamedTuple):
 
     def block(self, token_slice: slice, col_slice: slice) -> "Heads":
         """Return both heads of some tokens and some columns."""
-        student, teacher = (head.block(token_slice, col_slice) for head in (self.student, self.teacher))
+        student, teacher = (head.block(head.hidden[token_slice], col_slice) for head in (self.student, self.teacher))
+        student_scale, teacher_scale = self.scales
+        scales = student_scale[token_slice], teacher_scale[token_slice]
         labels = None if self.labels is None else self.labels[token_slice]
         terms = None if self.terms is None else self.terms[:, token_slice]
-        return Heads(student, teacher, self.beta, self.kinds, labels, terms)
+        return Heads(student, teacher, scales, self.beta, self.kinds, labels, terms)
 
 
 class DivergenceStats(NamedTuple):
@@ -179,12 +153,12 @@ def gradient_terms(
     upstream: Mapping[Kind, Tensor],  # [N] each
     stats: Tensor,
     to_nats: Tensor,
-    scale: Tensor,
-    student: Head,
+    scale: Tensor,  # the student's
+    student: LMHead,
     beta: float,
 ) -> Tensor:
     """Return packed `GradTerms`, [5, N]."""
-    grad_scale = to_nats * scale * student.logits_scale  # scale is log2 e / temperature
+    grad_scale = to_nats * scale * student.slope
     # In the order of `KINDS`; LN_2 where the gradient contains a base-2 logarithm.
     factors = dict(zip(KINDS, (1.0, -LN_2, 0.5, -LN_2 * (1 - beta)), strict=True))
     named_stats, terms = DivergenceStats(*stats), torch.zeros_like(stats[: len(GradTerms._fields)])

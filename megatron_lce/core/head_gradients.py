@@ -79,9 +79,9 @@ class HeadGradients:
             if grad_dtype == torch.float32 or (col_slice == slice(0, num_columns) and grad_dtype == grad.dtype):
                 self._hidden_acc = self._tokens.grad_buffer(block)
             else:
-                shape = block.num_tokens, call.weight.shape[1]
-                self._hidden_acc = call.weight.new_empty(shape, dtype=torch.float32)
-        call.matmul(grad, call.weight[col_slice], self._hidden_acc[token_slice], accumulate=col_slice.start > 0)
+                shape = block.num_tokens, call.head.weight.shape[1]
+                self._hidden_acc = call.head.weight.new_empty(shape, dtype=torch.float32)
+        call.matmul(grad, call.head.weight[col_slice], self._hidden_acc[token_slice], accumulate=col_slice.start > 0)
 
     def _finish_hidden(self) -> None:
         """Cast the hidden gradient of the open block, 0 without slabs, and start reducing it."""
@@ -102,7 +102,7 @@ class HeadGradients:
         plan, num_tokens = self._plan, token_slice.stop - token_slice.start
         num_columns = col_slice.stop - col_slice.start
         if self._buffer is None:
-            self._buffer = self._call.weight.new_empty(plan.slab_tokens * slab_row_stride(plan.slab_columns))
+            self._buffer = self._call.head.weight.new_empty(plan.slab_tokens * slab_row_stride(plan.slab_columns))
         stride = slab_row_stride(num_columns)
         return with_zeros_behind(self._buffer[: num_tokens * stride].view(num_tokens, stride), num_columns)
 
@@ -111,7 +111,7 @@ class _WeightGrad:
     """The weight gradient of this shard: a tensor of weight's dtype, an fp32 sum, or the fp32 buffer of a sink."""
 
     def __init__(self, call: Call, num_blocks: int, keep_fp32_sum: bool) -> None:
-        weight, self._matmul = call.weight, call.matmul
+        weight, self._matmul = call.head.weight, call.matmul
         self._weight, self._num_columns, self._keep_fp32_sum = weight, call.shard.num_columns, keep_fp32_sum
         self._sink = None if keep_fp32_sum else call.options.weight_grad_sink
         # fp32 gradients need no separate sum over blocks.

@@ -38,8 +38,8 @@ class TokenLossResults(NamedTuple):
 def sum_of_losses(name: str, source: Source, loss: TokenLossFunction, per_token: Sequence[Tensor]) -> TokenLossResults:
     """Return the sum of the losses, with gradients if they are wanted, and per-token results."""
     call, needs = source.call, needed_gradients(source.call)
-    losses = Losses(loss, per_token, source.differentiable, any(needs), call.hidden.device, call.telling)
-    with without_autocast(call.hidden.device, name):
+    losses = Losses(loss, per_token, source.differentiable, any(needs), call.head.hidden.device, call.telling)
+    with without_autocast(call.head.hidden.device, name):
         results = forward(source, needs, losses)
         loss_sum, metrics = losses.totals()
     metrics = {name: metric.view((*call.shape, *metric.shape[1:])) for name, metric in metrics.items()}
@@ -62,7 +62,7 @@ def token_cross_entropies(
     valid = call.labels != options.ignore_index
     counted = valid if counted is None else valid & counted.reshape(-1)
     known = KnownLosses(formula, counted, only_if_faster=upstream.finds_out)
-    with without_autocast(call.hidden.device, "model_loss forward"):
+    with without_autocast(call.head.hidden.device, "model_loss forward"):
         results = forward(source, needs, known if upstream.known else None)
     if results.head_grads is not None:
         factor, way_out = partial(upstream.factor, counted=counted, valid=valid), ": enable with known_loss=False"
@@ -84,7 +84,7 @@ def _scaled_in_backward(
     """Return the loss with the gradients of forward, which backward scales by `factor(upstream gradient)`, []."""
     call = results.source.call
     refusal = f"a second backward through {name} is not possible: the first scaled its gradients in place{way_out}"
-    return _KnownLoss.apply(call.hidden, call.weight, loss, results.head_grads, call, factor, name, refusal)
+    return _KnownLoss.apply(call.head.hidden, call.head.weight, loss, results.head_grads, call, factor, name, refusal)
 
 
 class _KnownLoss(torch.autograd.Function):

@@ -17,7 +17,7 @@ from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.row_index import RowIndex
-from megatron_lce.core.rows import RowInputs, softcap_scale_or_one
+from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LN_2
 from megatron_lce.core.tokens import Tokens, tokens_in_blocks
 
@@ -78,9 +78,8 @@ def csr_from_offsets(ids: Tensor, offsets: Tensor) -> CsrIds:
 
 def logits_over_group(hidden: Tensor, ids: CsrIds, rows: RowInputs, call: Call) -> Tensor:
     """Return base-2 logits [M]: 0 at padding, NaN at an id of no rank."""
-    logits_and_owners = call.backend.indexed_logits(
-        hidden, call.weight, ids.token_index, ids.ids, rows, call.options, call.shard
-    )
+    head, workspace_bytes = call.head._replace(hidden=hidden), call.options.workspace_bytes
+    logits_and_owners = call.backend.indexed_logits(head, ids.token_index, ids.ids, rows, call.shard, workspace_bytes)
     if call.options.tp_group is not None:
         collectives.all_reduce_sum(logits_and_owners, call.options.tp_group)
     logits, owners = logits_and_owners
@@ -123,7 +122,7 @@ class LogitsAtFunction(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call, ids: CsrIds, over_sets: bool) -> Tensor:
         ctx.num_tokens = call.labels.shape[0]
         with without_autocast(hidden.device, "linear_logits_at forward"):
-            rows = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard)
+            rows = call.backend.prepare_rows(call.head, call.labels, call.options.ignore_index, call.shard)
             logits = hidden.new_empty(ids.ids.shape[0], dtype=torch.float32)
             for block in _tokens(call, ctx.num_tokens).blocks():
                 logits = logits_over_group(block.hidden.wait(), ids, rows, call)
@@ -133,7 +132,7 @@ class LogitsAtFunction(torch.autograd.Function):
                     logits, ids.ids, ids.token_index, ids.offsets, call.labels, rows.to_nats
                 )
         ctx.call = call.without_tensors()
-        saved_logits = None if call.options.softcap is None else logits
+        saved_logits = None if call.head.softcap is None else logits
         ctx.save_for_backward(hidden, weight, rows.scale, saved_logits, dlogprob, *ids)
         return result
 
@@ -143,7 +142,7 @@ class LogitsAtFunction(torch.autograd.Function):
         hidden, weight, scale, logits, dlogprob, *saved_ids = ctx.saved_tensors
         call, ids, needs = ctx.call.with_tensors(hidden, weight), CsrIds(*saved_ids), ctx.needs_input_grad
         with without_autocast(hidden.device, "linear_logits_at backward"):
-            factors, grad = scale * (softcap_scale_or_one(call.options) * LN_2), grad.reshape(-1).float()
+            factors, grad = scale * (call.head.slope * LN_2), grad.reshape(-1).float()
             factors = (
                 factors[ids.token_index] * grad if dlogprob is None else (factors * grad)[ids.token_index] * dlogprob
             )
@@ -156,28 +155,28 @@ class LogitsAtFunction(torch.autograd.Function):
 
 def _tokens(call: Call, num_tokens: int) -> Tokens:
     """Return all tokens in one block."""
-    return tokens_in_blocks(call.hidden, RowIndex(num_tokens), num_tokens, call.options)
+    return tokens_in_blocks(call.head.hidden, RowIndex(num_tokens), num_tokens, call.options)
 
 
 def _gradients(
     tokens: Tokens, ids: CsrIds, factors: Tensor, call: Call, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden and weight. The hidden gradient is reduced while the other is computed."""
-    shard, sink, workspace_bytes = call.shard, call.options.weight_grad_sink, call.options.workspace_bytes
-    hidden, grad_weight, bag_sums = call.hidden, None, partial(call.backend.bag_sums, workspace_bytes=workspace_bytes)
+    shard, sink, (hidden, weight, *_) = call.shard, call.options.weight_grad_sink, call.head
+    grad_weight, bag_sums = None, partial(call.backend.bag_sums, workspace_bytes=call.options.workspace_bytes)
     for block in tokens.blocks():  # one, or none without tokens
         hidden = block.hidden.wait()
         if needs[0]:
             out = tokens.grad_buffer(block)
-            bag_sums(call.weight, ids.ids, factors, ids.offsets, out, shard, accumulate=False)
+            bag_sums(weight, ids.ids, factors, ids.offsets, out, shard, accumulate=False)
             tokens.reduce(block, out)
     if needs[1]:  # sums over the tokens of each id
         ids, step = ids.sorted(), ids.num_tokens
         assert ids.keys is not None
-        first_key, last_key = shard.start * step, (shard.start + call.weight.shape[0]) * step
+        first_key, last_key = shard.start * step, (shard.start + weight.shape[0]) * step
         starts = torch.arange(first_key, last_key + 1, step, dtype=torch.int64, device=ids.keys.device)
         offsets = torch.searchsorted(ids.keys, starts.clamp_(max=first_key + shard.num_columns * step))
-        grad_weight = torch.empty_like(call.weight) if sink is None else sink.buffer()
+        grad_weight = torch.empty_like(weight) if sink is None else sink.buffer()
         terms = ids.keys % step, factors[ids.order], offsets
         bag_sums(hidden, *terms, grad_weight, accumulate=sink is not None)
         grad_weight = grad_weight if sink is None else sink.finish()

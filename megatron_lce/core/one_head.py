@@ -68,7 +68,7 @@ class OneHead:
             source.log_p = torch.empty_like(source.ids, dtype=torch.float32)
         if plan.cache_tokens:
             num_tokens = min(plan.cache_tokens, row_index.count)
-            source.cache = new_cache(call.size, num_tokens, call.shard.num_columns, call.hidden)
+            source.cache = new_cache(call.size, num_tokens, call.shard.num_columns, call.head.hidden)
         return source
 
     def subset(self, index: slice | Tensor) -> Self:
@@ -97,8 +97,7 @@ class OneHead:
         call, hidden, shard = self.call, self.hidden.wait(), self.call.shard
         for tokens in slices(hidden.shape[0], plan.stats_tokens):
             stats = call.backend.softmax_stats(
-                hidden[tokens],
-                call.weight[: shard.num_columns],
+                call.head.block(hidden[tokens], slice(0, shard.num_columns)),
                 self.rows.select(tokens),
                 call.options,
                 vocab_start=shard.start,
@@ -116,13 +115,13 @@ class OneHead:
         call, merged, rows, backend = self.call, self.merged, self.rows, self.call.backend
         options = call.options
         if not merged:
-            stats = new_empty_stats(0, options.entropy, options.telemetry, call.hidden.device)
+            stats = new_empty_stats(0, options.entropy, options.telemetry, call.head.hidden.device)
             merged.append(backend.merge_chunks(stats, stats, 0, options.entropy, options.telemetry))
         extremes, sums = (
             merged[0] if len(merged) == 1 else (torch.cat(each, dim=1) for each in zip(*merged, strict=True))
         )
         merged.clear()
-        outputs = new_outputs(rows.labels.shape[0], options, call.hidden, self.ids)
+        outputs = new_outputs(rows.labels.shape[0], options, call.head.hidden, self.ids)
         self.softmax = backend.write_outputs(extremes, sums, rows, options, outputs)
         if self.ids is not None and self.labels is not None:
             out = outputs.candidate_logprobs
@@ -138,7 +137,7 @@ class OneHead:
             lse_upstream = 0.0 if upstream["lse"] is None else upstream["lse"].float()
             upstream = {**upstream, "lse": lse_upstream - grad.sum(dim=1)}
         differentiable = [upstream[name] for name in DIFFERENTIABLE_SCALARS]
-        self.terms, self.has_grad = backend.row_terms(rows, self.softmax, differentiable, call.options)
+        self.terms, self.has_grad = backend.row_terms(rows, self.softmax, differentiable, call.head)
         self.entropy = upstream["entropy"] is not None
         if ids is not None and grad is not None:
             # An id of no rank makes the gradient NaN, as a label does.
@@ -154,7 +153,7 @@ class OneHead:
         if cache is None:  # nothing was cached, or the shard has no columns
             return None
         backend = self.call.backend
-        backend.grad_logits_from_cache(cache, self.rows, self.terms, self.call.options, entropy=self.entropy)
+        backend.grad_logits_from_cache(cache, self.rows, self.terms, self.call.head, entropy=self.entropy)
         if self.candidates is not None:
             backend.write_columns(cache.exp, *self.candidates)
         return cache.exp
@@ -163,12 +162,10 @@ class OneHead:
         """Recompute the logits of a slab, and write their gradients."""
         backend = self.call.backend
         backend.grad_logits(
-            self.hidden.wait()[token_slice],
-            self.call.weight[col_slice],
+            self.call.head.block(self.hidden.wait()[token_slice], col_slice),
             self.rows.select(token_slice),
             self.terms[:, token_slice],
             grad,
-            self.call.options,
             slab_start=col_slice.start,
             entropy=self.entropy,
         )

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.call_plan import Plan, plan_call
-from megatron_lce.core.divergence_types import Head
 from megatron_lce.core.head_gradients import HeadGradients
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.losses import KnownLosses, Losses
 from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.plan import HeadSize
@@ -41,7 +41,7 @@ class Source(Protocol):
     rows: RowInputs | Any  # None until `with_rows`
 
     @property
-    def teacher(self) -> Head | Any: ...
+    def teacher(self) -> LMHead | Any: ...
 
     @property
     def size(self) -> HeadSize: ...
@@ -93,7 +93,7 @@ def forward(source: Source, needs: Sequence[bool], losses: Losses | KnownLosses 
     """
     call, options, head_grads = source.call, source.call.options, None
     # Launched before the host waits for the number of rows, if it does.
-    rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
+    rows = call.backend.prepare_rows(call.head, call.labels, options.ignore_index, call.shard)
     row_index = RowIndex.from_labels(call.labels, options)
     plan = plan_of(source, row_index.count, needs, options.logits_cache_bytes, losses)
     if isinstance(losses, KnownLosses) and not plan.in_forward:
@@ -192,12 +192,12 @@ def with_gradient(results: Forward) -> Any:
     source = results.source
     if not any(needed_gradients(source.call)):
         return results.outputs
-    return source.output_type(*VocabularyFunction.apply(source.call.hidden, source.call.weight, results))
+    return source.output_type(*VocabularyFunction.apply(source.call.head.hidden, source.call.head.weight, results))
 
 
 def outputs_with_gradient(source: Source) -> Any:
     """Return the outputs, of `call.shape`, with a gradient."""
-    with without_autocast(source.call.hidden.device, f"{source.name} forward"):
+    with without_autocast(source.call.head.hidden.device, f"{source.name} forward"):
         results = forward(source, needed_gradients(source.call))
     return with_gradient(results)
 
@@ -205,7 +205,7 @@ def outputs_with_gradient(source: Source) -> Any:
 def needed_gradients(call: Call) -> tuple[bool, bool]:
     """Return whether hidden and weight need a gradient."""
     enabled = torch.is_grad_enabled()
-    return enabled and call.hidden.requires_grad, enabled and call.weight.requires_grad
+    return enabled and call.head.hidden.requires_grad, enabled and call.head.weight.requires_grad
 
 
 def flat(values: Iterable[Any]) -> list[Any]:
@@ -239,16 +239,16 @@ def _tokens(
     source: Source, row_index: RowIndex, plan: Plan, grad_dtype: torch.dtype | None = None
 ) -> tuple[Tokens, ...]:
     """Return the tokens of each head."""
-    hiddens = (source.call.hidden,) if source.teacher is None else (source.call.hidden, source.teacher.hidden)
+    hiddens = (source.call.head.hidden,) if source.teacher is None else (source.call.head.hidden, source.teacher.hidden)
     block_tokens, options = plan.block_tokens, source.call.options
     return tuple(tokens_in_blocks(hidden, row_index, block_tokens, options, grad_dtype) for hidden in hiddens)
 
 
 def unscaled_dtype(call: Call) -> torch.dtype:
     """Return the dtype of the hidden gradient of a known loss: fp32 for fp16, whose range it may exceed."""
-    return torch.float32 if call.hidden.dtype == torch.float16 else call.hidden.dtype
+    return torch.float32 if call.head.hidden.dtype == torch.float16 else call.head.hidden.dtype
 
 
 def keeps_fp32_weight_sum(call: Call) -> bool:
     """Return whether even the weight gradient of a single block is kept in fp32 until a known loss scales it."""
-    return call.options.weight_grad_sink is not None or call.weight.dtype == torch.float16
+    return call.options.weight_grad_sink is not None or call.head.weight.dtype == torch.float16

@@ -4,9 +4,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron_lce.core.options import Options
-from megatron_lce.core.statistics import LOG2_E
-
 # Ignored rows get log_sum 1e30 and scale 1e-30, so exp2(logit - log_sum) is 0 for any finite product.
 LOG_SUM_OF_IGNORED_ROW = 1e30
 SCALE_OF_IGNORED_ROW = 1e-30
@@ -61,19 +58,3 @@ class RowTerms(NamedTuple):
     label_term: Tensor
     label_logprob: Tensor  # base 2
     mean_term: Tensor | None = None  # if the mean logit has an upstream gradient
-
-
-def logits_factor(options: Options) -> float:
-    """Return the factor from products (or, under a softcap, their tanh) to base-2 logits at temperature 1."""
-    return LOG2_E * (options.logits_scale if options.softcap is None else options.softcap)
-
-
-def softcap_scale(options: Options) -> float | None:
-    """Return the factor from products to the argument of tanh, or None without a softcap."""
-    return None if options.softcap is None else options.logits_scale / options.softcap
-
-
-def softcap_scale_or_one(options: Options) -> float:
-    """Return the part of d logit / d product that `RowInputs.scale` lacks: the factor inside the tanh of a softcap."""
-    scale = softcap_scale(options)
-    return 1.0 if scale is None else scale

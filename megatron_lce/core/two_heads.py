@@ -26,7 +26,6 @@ from megatron_lce.core.divergence_types import (
     KINDS,
     LABEL_ROWS,
     SOFTMAX_ROWS,
-    Head,
     Heads,
     Kind,
     LinearDivergenceOutput,
@@ -36,6 +35,7 @@ from megatron_lce.core.divergence_types import (
     merged_softmaxes,
     student_outputs,
 )
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.matmul import copies_to_fp32, matmul, with_zeros_behind
 from megatron_lce.core.plan import COLUMN_STEP, HeadSize, aligned_slices, size_of_two_heads, slab_row_stride, slices
 from megatron_lce.core.row_index import RowIndex
@@ -53,12 +53,9 @@ class TwoHeads:
     kept: ClassVar[tuple[str, ...]] = ("teacher", "rows", "teacher_scale", "stats")
 
     call: Call  # with the student's tensors, and options
-    teacher: Head | Any  # hidden [N, H], under sequence parallel [N / tp, H]
-    student_logits_scale: float
-    student_softcap: float | None
+    teacher: LMHead | Any
     kinds: tuple[Kind, ...]  # once there are terms, those with an upstream gradient
     beta: float
-    teacher_temperature: Tensor | float | None  # [N] if a tensor; None: the student's
     return_student: bool
     rows: RowInputs | Any = None  # the student's
     teacher_scale: Tensor | Any = None  # [N]
@@ -70,30 +67,26 @@ class TwoHeads:
     cached: Tensor | None = None  # [N, C] finished gradients
 
     @property
-    def student(self) -> Head:
-        return Head(self.call.hidden, self.call.weight, self.student_logits_scale, self.student_softcap)
-
-    @property
     def has_grad(self) -> Tensor:
         return (self.terms != 0).any(dim=0)  # NaN in broken rows
 
     @property
     def size(self) -> HeadSize:
-        call, heads = self.call, (self.student, self.teacher)
+        call, heads = self.call, (self.call.head, self.teacher)
         copied_row = max(4 * head.hidden.shape[1] * copies_to_fp32(head.hidden) for head in heads)
         reading_bytes = call.backend.divergence_scratch_bytes(call.shard.max_columns)
         return size_of_two_heads(call.size, reading_bytes, copied_row)
 
     def with_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> Self:
-        call, source = self.call, replace(self, rows=rows, teacher_scale=rows.scale, teacher_temperature=None)
-        if self.teacher_temperature is not None:
-            teacher_rows = call.backend.prepare_rows(call.labels, self.teacher_temperature, call.options, call.shard)
-            source.teacher_scale = row_index.select(teacher_rows.scale)
+        call = self.call
+        teacher_rows = call.backend.prepare_rows(self.teacher, call.labels, call.options.ignore_index, call.shard)
+        teacher = self.teacher._replace(temperature=1.0)  # its rows have it: backward keeps no tensor of the caller's
+        source = replace(self, rows=rows, teacher=teacher, teacher_scale=row_index.select(teacher_rows.scale))
         num_stats = DIVERGENCE_ROWS + LABEL_ROWS * self.return_student
         source.stats = rows.scale.new_zeros(num_stats, row_index.count)
         if plan.cache_tokens:
             shape = min(plan.cache_tokens, row_index.count), slab_row_stride(call.shard.num_columns)
-            source.grad_buffer = with_zeros_behind(call.hidden.new_empty(shape), call.shard.num_columns)
+            source.grad_buffer = with_zeros_behind(call.head.hidden.new_empty(shape), call.shard.num_columns)
         return source
 
     def subset(self, index: slice | Tensor) -> Self:
@@ -106,8 +99,9 @@ class TwoHeads:
         block, teacher_block = blocks
         of_block = self.subset(block.row_slice)
         of_block.heads = Heads(
-            self.student.with_rows(block.hidden.wait(), of_block.rows.scale),
-            self.teacher.with_rows(teacher_block.hidden.wait(), of_block.teacher_scale),
+            self.call.head._replace(hidden=block.hidden.wait()),
+            self.teacher._replace(hidden=teacher_block.hidden.wait()),
+            (of_block.rows.scale, of_block.teacher_scale),
             self.beta,
             computed_kinds(self.kinds, self.beta),
             of_block.rows.labels if self.return_student and self.terms is None else None,
@@ -119,7 +113,7 @@ class TwoHeads:
 
     def parts_with_stats(self, plan: Plan) -> Iterator[Self]:
         backend, group, shard, all_terms = self.call.backend, self.call.options.tp_group, self.call.shard, []
-        buffer = self.call.hidden.new_empty(0, dtype=torch.float32)
+        buffer = self.call.head.hidden.new_empty(0, dtype=torch.float32)
         for tokens in slices(self.stats.shape[1], plan.stats_tokens):
             part, heads = self.subset(tokens), self.heads.block(tokens, slice(0, shard.num_columns))
             stats, part.heads, part.cached = part.stats, heads, None if self.cached is None else self.cached[tokens]
@@ -154,7 +148,7 @@ class TwoHeads:
         grads = {kind: grad.float() for kind in self.kinds if (grad := upstream[kind]) is not None}
         self.kinds = tuple(grads)
         to_nats, scale = self.rows.to_nats, self.rows.scale
-        self.terms = gradient_terms(grads, self.stats, to_nats, scale, self.student, self.beta)
+        self.terms = gradient_terms(grads, self.stats, to_nats, scale, self.call.head, self.beta)
         if self.raw_logits is not None and self.cached is not None:
             heads = self.heads._replace(terms=self.terms)
             self.call.backend.divergence_grad_logits(heads, self.raw_logits, self.stats, self.cached)
@@ -166,7 +160,7 @@ class TwoHeads:
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Recompute both heads' logits, and write the student's gradient to a slab."""
         if self.raw_logits is None:
-            self.raw_logits = self.call.hidden.new_empty(0, dtype=torch.float32)
+            self.raw_logits = self.call.head.hidden.new_empty(0, dtype=torch.float32)
         heads = self.heads.block(token_slice, col_slice)
         raw_logits = _raw_logits(heads, self.raw_logits)
         self.call.backend.divergence_grad_logits(heads, raw_logits, self.stats[:, token_slice], grad)

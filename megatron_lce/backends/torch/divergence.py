@@ -9,10 +9,10 @@ from megatron_lce.core.divergence_types import (
     SOFTMAX_ROWS,
     DivergenceStats,
     GradTerms,
-    Head,
     Heads,
     merged_softmaxes,
 )
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.plan import slices
 from megatron_lce.core.statistics import LN_2
 
@@ -46,18 +46,17 @@ def divergence_grad_logits(heads: Heads, raw_logits: Tensor, stats: Tensor, grad
 # A function per chunk frees its tensors before the next chunk allocates.
 
 
-def _logits(head: Head, raw_logits: Tensor) -> Tensor:
+def _logits(head: LMHead, scale: Tensor, raw_logits: Tensor) -> Tensor:
     """Return base-2 logits, [N, C]."""
-    assert head.scale is not None
     if head.softcap_scale is None:
-        return raw_logits * head.scale[:, None]
-    return (raw_logits * head.softcap_scale).tanh_().mul_(head.scale[:, None])
+        return raw_logits * scale[:, None]
+    return (raw_logits * head.softcap_scale).tanh_().mul_(scale[:, None])
 
 
 def _chunk_stats(heads: Heads, raw_logits: Tensor) -> Tensor:
     """Return the largest logit and the sum of exponentials of one chunk for both heads, [4, N]."""
     stats = []
-    for logits in map(_logits, heads[:2], raw_logits):
+    for logits in map(_logits, heads[:2], heads.scales, raw_logits):
         largest, zero_or_nan = logits.amax(dim=1), logits.amin(dim=1) * 0.0  # the sum of 2^-inf would be finite
         stats += [largest, logits.sub_(largest[:, None]).exp2_().sum(dim=1) + zero_or_nan]
     return torch.stack(stats)
@@ -65,7 +64,7 @@ def _chunk_stats(heads: Heads, raw_logits: Tensor) -> Tensor:
 
 def _chunk_divergence(heads: Heads, raw_logits: Tensor, columns: slice, stats: Tensor) -> dict[str, Tensor]:
     """Return the sums of one chunk for rows of `DivergenceStats` behind the softmaxes, [N] each."""
-    student, teacher = map(_logits, heads[:2], raw_logits[:, :, columns])
+    student, teacher = map(_logits, heads[:2], heads.scales, raw_logits[:, :, columns])
     p_s, p_t = _probability(student, *stats[:2]), _probability(teacher, *stats[2:4])
     ratio = _log_ratio(student, teacher, stats)
     sums: dict[str, Tensor] = {}
@@ -97,9 +96,8 @@ def _chunk_divergence(heads: Heads, raw_logits: Tensor, columns: slice, stats: T
 def _chunk_gradient(heads: Heads, raw_logits: Tensor, stats: Tensor, gradient: Tensor) -> None:
     """Write one chunk of the gradient of the student's products."""
     assert heads.terms is not None
-    assert heads.student.scale is not None
     terms = GradTerms(*heads.terms.unsqueeze(2))
-    student, teacher = map(_logits, heads[:2], raw_logits)
+    student, teacher = map(_logits, heads[:2], heads.scales, raw_logits)
     ratio = _log_ratio(student, teacher, stats)
     p_s = _probability(student, *stats[:2])
     difference = p_s - _probability(teacher, *stats[2:4]) if "forward_kl" in heads.kinds else None
@@ -120,7 +118,7 @@ def _chunk_gradient(heads: Heads, raw_logits: Tensor, stats: Tensor, gradient: T
     if difference is not None:
         grad.addcmul_(difference, terms.forward_kl)
     if heads.student.softcap_scale is not None:
-        grad.mul_(student.div_(heads.student.scale[:, None]).square_().neg_().add_(1.0))
+        grad.mul_(student.div_(heads.scales[0][:, None]).square_().neg_().add_(1.0))
     nothing = (heads.terms[: len(KINDS)] == 0).all(dim=0)
     gradient.copy_(grad.masked_fill_(nothing[:, None], 0.0))
 

@@ -3,23 +3,25 @@
 import torch
 from torch import Tensor
 
-from megatron_lce.core.options import Options, Shard
+from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.options import Shard
 from megatron_lce.core.plan import slices
-from megatron_lce.core.rows import RowInputs, softcap_scale
+from megatron_lce.core.rows import RowInputs
 
 
 def indexed_logits(
-    hidden: Tensor, weight: Tensor, token_index: Tensor, ids: Tensor, rows: RowInputs, options: Options, shard: Shard
+    head: LMHead, token_index: Tensor, ids: Tensor, rows: RowInputs, shard: Shard, workspace_bytes: int
 ) -> Tensor:
+    hidden, weight = head.hidden, head.weight
     logits_and_owners = hidden.new_empty(2, ids.shape[0], dtype=torch.float32)
-    logits, cap = logits_and_owners[0], softcap_scale(options)
+    logits, cap = logits_and_owners[0], head.softcap_scale
     local, elsewhere = _local(ids, shard)
     bytes_of_one = hidden.shape[1] * (2 * hidden.element_size() + 3 * 4)  # both rows, in fp32 too, and their product
-    for part in slices(ids.shape[0], max(1, options.workspace_bytes // bytes_of_one)):
+    for part in slices(ids.shape[0], max(1, workspace_bytes // bytes_of_one)):
         of_weight = weight.index_select(0, local[part]).float()
         torch.sum(of_weight.mul_(hidden.index_select(0, token_index[part])), dim=1, out=logits[part])
-    if options.logits_dtype is not None:
-        logits.copy_(logits.to(options.logits_dtype))
+    if head.logits_dtype is not None:
+        logits.copy_(logits.to(head.logits_dtype))
     if cap is not None:
         logits.mul_(cap).tanh_()
     # -0.0 is 0.0, as after a sum over ranks.

@@ -11,11 +11,12 @@ from megatron_lce.backends.torch.divergence import (
 )
 from megatron_lce.backends.torch.indexed_dot import bag_sums, indexed_logits, write_columns
 from megatron_lce.backends.torch.row_values import prepare_rows, row_terms, write_outputs
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.matmul import copies_to_fp32, matmul
 from megatron_lce.core.options import Options, Telemetry
 from megatron_lce.core.plan import ScratchBytes, slices
-from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowTerms, softcap_scale
+from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowTerms
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
     FIXED_POINT_UNIT,
@@ -44,15 +45,12 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, telemetry: Telemetry) -> Scrat
     )
 
 
-def grad_logits_from_cache(
-    cache: LogitsCache, rows: RowInputs, terms: Tensor, options: Options, *, entropy: bool
-) -> None:
+def grad_logits_from_cache(cache: LogitsCache, rows: RowInputs, terms: Tensor, head: LMHead, *, entropy: bool) -> None:
     raise AssertionError("`scratch_bytes` allows no cache")
 
 
 def softmax_stats(
-    hidden: Tensor,
-    weight: Tensor,
+    head: LMHead,
     rows: RowInputs,
     options: Options,
     *,
@@ -61,13 +59,14 @@ def softmax_stats(
     max_copied_columns: int | None = None,
 ) -> Tensor:
     # One product per chunk: for another width, a library may sum in another order.
+    hidden, weight = head.hidden, head.weight
     chunks = list(slices(weight.shape[0], CHUNK_COLUMNS))
     entropy, telemetry = options.entropy, options.telemetry
     stats = hidden.new_empty(len(chunks), num_stats(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
     if upcast_row_bytes(hidden, weight.dtype):
         hidden = hidden.float()
     for out, columns in zip(stats, chunks, strict=True):
-        logits = logits_base2(hidden, weight[columns], rows.scale, options)
+        logits = logits_base2(head.block(hidden, columns), rows.scale)
         out.copy_(chunk_stats(logits, rows.labels - columns.start, vocab_start + columns.start, entropy, telemetry))
     return stats
 
@@ -111,20 +110,10 @@ def merge_chunks(
     return packed_extremes, sums
 
 
-def grad_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    rows: RowInputs,
-    terms: Tensor,
-    out: Tensor,
-    options: Options,
-    *,
-    slab_start: int,
-    entropy: bool,
-) -> None:
+def grad_logits(head: LMHead, rows: RowInputs, terms: Tensor, out: Tensor, *, slab_start: int, entropy: bool) -> None:
     each = RowTerms(*terms[:, :, None])
-    logits = logits_base2(hidden, weight, rows.scale, options)
-    tanh_squared = (logits / rows.scale[:, None]).square_() if options.softcap is not None else None
+    logits = logits_base2(head, rows.scale)
+    tanh_squared = (logits / rows.scale[:, None]).square_() if head.softcap is not None else None
     log_p = logits.sub_(each.max_logit).sub_(each.log_sum)
     grad = log_p.exp2()
     if entropy:
@@ -132,7 +121,7 @@ def grad_logits(
     else:
         grad.mul_(each.p_term)
     labels = rows.labels - slab_start
-    has_label = (labels >= 0) & (labels < weight.shape[0])
+    has_label = (labels >= 0) & (labels < out.shape[1])
     column = torch.where(has_label, labels, 0).long()[:, None]
     grad.scatter_(1, column, grad.gather(1, column) + torch.where(has_label[:, None], each.label_term, 0.0))
     if each.mean_term is not None:
@@ -142,8 +131,9 @@ def grad_logits(
     out.copy_(grad)
 
 
-def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, options: Options) -> Tensor:
+def logits_base2(head: LMHead, row_scale: Tensor) -> Tensor:
     """Return `row_scale * x` or `row_scale * tanh(softcap_scale * x)`, x = hidden @ weight.T: [N, C] fp32."""
+    hidden, weight = head.hidden, head.weight
     if weight.dtype == torch.float32:
         hidden = hidden.float()
     logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
@@ -151,11 +141,10 @@ def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, options: Opt
     for part in slices(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
         for columns in slices(weight.shape[0], CHUNK_COLUMNS):  # as in the statistics, so that both have the same bits
             matmul(hidden[:, part], weight[columns, part].T, logits[:, columns], accumulate=part.start > 0)
-    if options.logits_dtype is not None:
-        logits.copy_(logits.to(options.logits_dtype))
-    cap = softcap_scale(options)
-    if cap is not None:
-        logits.mul_(cap).tanh_()
+    if head.logits_dtype is not None:
+        logits.copy_(logits.to(head.logits_dtype))
+    if head.softcap_scale is not None:
+        logits.mul_(head.softcap_scale).tanh_()
     return logits.mul_(row_scale[:, None])
 
 

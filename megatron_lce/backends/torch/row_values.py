@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
@@ -12,23 +13,21 @@ from megatron_lce.core.rows import (
     RowInputs,
     RowSoftmax,
     RowTerms,
-    logits_factor,
-    softcap_scale_or_one,
 )
 from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT, LN_2, unpack_extremes
 
 
-def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> RowInputs:
-    local = labels - shard.start
-    ignored = labels == options.ignore_index
+def prepare_rows(head: LMHead, labels: Tensor, ignore_index: int, shard: Shard) -> RowInputs:
+    local, temperature = labels - shard.start, head.temperature
+    ignored = labels == ignore_index
     in_shard = (local >= 0) & (local < shard.num_columns) & ~ignored
     if isinstance(temperature, Tensor):
         temperature = temperature.float()
         usable = (temperature > 0) & temperature.isfinite()
         one_or_nan = torch.ones_like(temperature).masked_fill_(~usable, torch.nan)
-        scale = logits_factor(options) / temperature * one_or_nan
+        scale = head.logits_factor / temperature * one_or_nan
     else:
-        scale = labels.new_full(labels.shape, logits_factor(options) / temperature, dtype=torch.float32)
+        scale = labels.new_full(labels.shape, head.logits_factor / temperature, dtype=torch.float32)
         one_or_nan = torch.ones_like(scale)
     return RowInputs(
         local.masked_fill(~in_shard, -1).int(),
@@ -85,12 +84,12 @@ def write_outputs(
 
 
 def row_terms(
-    rows: RowInputs, softmax: RowSoftmax, upstream: Sequence[Tensor | None], options: Options
+    rows: RowInputs, softmax: RowSoftmax, upstream: Sequence[Tensor | None], head: LMHead
 ) -> tuple[Tensor, Tensor]:
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     ignored = rows.ignored
     # A logprob that is not finite makes all terms NaN.
-    factor = (rows.to_nats + softmax.label_logprob * 0.0) * rows.scale * softcap_scale_or_one(options)
+    factor = (rows.to_nats + softmax.label_logprob * 0.0) * rows.scale * head.slope
     zero = torch.zeros_like(factor)
     label_term = zero if grad_logprobs is None else grad_logprobs
     p_term = (zero if grad_lse is None else grad_lse) - label_term

@@ -29,7 +29,7 @@ class _Head(NamedTuple):
     """What the kernels read of a head."""
 
     raw_logits: Tensor  # [N, V] fp32, rows row_stride apart
-    scale: Tensor | None  # [N] fp32
+    scale: Tensor  # [N] fp32
     softcap_scale: float | None
 
 
@@ -63,8 +63,8 @@ def _launch(kernel: Any, heads: Heads, raw_logits: Tensor, stats: Tensor, **extr
     _, num_tokens, num_columns = raw_logits.shape
     programs = tiles.jsd_programs(num_columns)
     block_n = tiles.block_rows(programs.block_n, num_tokens)
-    pairs = zip(raw_logits, heads[:2], strict=True)
-    student, teacher = (_Head(logits, head.scale, head.softcap_scale) for logits, head in pairs)
+    pairs = zip(raw_logits, heads.scales, heads[:2], strict=True)
+    student, teacher = (_Head(logits, scale, head.softcap_scale) for logits, scale, head in pairs)
     tiles.launch(
         kernel,
         (ceil_div(num_tokens, block_n),),

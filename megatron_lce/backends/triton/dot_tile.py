@@ -9,9 +9,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.fp32_split import LO_SCALE
-from megatron_lce.core.options import Options
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.plan import SLAB_ROW_STEP
-from megatron_lce.core.rows import softcap_scale
 
 INTERPRETED = tl.constexpr(tiles.interpreting())  # fixed at kernel definition, so read once here
 PTX = tl.constexpr(tiles.has_ptx())
@@ -199,14 +198,14 @@ def fast_log2(x):
     return tl.log2(x)
 
 
-def shared_arguments(tile: tiles.Tiles, options: Options) -> dict[str, Any]:
+def shared_arguments(tile: tiles.Tiles, head: LMHead) -> dict[str, Any]:
     """Return the keyword arguments of every kernel over tiles."""
-    cap = softcap_scale(options)
+    cap = head.softcap_scale
     return {
         "softcap_scale": 0.0 if cap is None else cap,
         "SOFTCAP": cap is not None,
         "HIDDEN_PARTS": tile.hidden_parts,
-        "ROUND": options.logits_dtype is not None,
+        "ROUND": head.logits_dtype is not None,
         "BLOCK_N": tile.block_n,
         "BLOCK_H": tile.block_h,
         "num_warps": tile.num_warps,

@@ -22,25 +22,16 @@ from megatron_lce.backends.triton.dot_tile import (
 )
 from megatron_lce.backends.triton.fp32_split import split_fp32
 from megatron_lce.backends.triton.packed import row_terms_at
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div, slab_row_stride
 from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, RowInputs
 
 _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 
 
-def grad_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    rows: RowInputs,
-    terms: Tensor,
-    out: Tensor,
-    options: Options,
-    *,
-    slab_start: int,
-    entropy: bool,
-) -> None:
+def grad_logits(head: LMHead, rows: RowInputs, terms: Tensor, out: Tensor, *, slab_start: int, entropy: bool) -> None:
+    hidden, weight = head.hidden, head.weight
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     (num_tokens, num_columns), width = out.shape, hidden.shape[1]
     hidden, hidden_pow2 = split_fp32(hidden, tile.hidden_parts)
@@ -50,7 +41,7 @@ def grad_logits(
         tiles.tile_grid(num_tokens, num_columns, tile, out.device),
         out,
         fp_fusion=out.dtype != torch.float32,  # in fp32 z - max must be 0 at the largest z
-        **shared_arguments(tile, options),
+        **shared_arguments(tile, head),
         hidden_desc=host_descriptor(hidden, tile.block_n, tile.block_h),
         hidden_pow2=hidden_pow2,
         weight_desc=host_descriptor(weight, tile.block_v, tile.block_h),
@@ -72,11 +63,9 @@ def grad_logits(
     )
 
 
-def grad_logits_from_cache(
-    cache: LogitsCache, rows: RowInputs, terms: Tensor, options: Options, *, entropy: bool
-) -> None:
+def grad_logits_from_cache(cache: LogitsCache, rows: RowInputs, terms: Tensor, head: LMHead, *, entropy: bool) -> None:
     """As in `Backend`; in addition, padding past each row is written with finite numbers."""
-    mean, softcap = terms.shape[0] > NUM_TERMS, options.softcap is not None
+    mean, softcap = terms.shape[0] > NUM_TERMS, head.softcap is not None
     assert not (softcap and mean)  # an exponential that underflowed to 0 no longer gives the tanh slope
     chunk = tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device).chunk
     num_tokens, num_columns = cache.exp.shape

@@ -7,15 +7,16 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.dot_tile import rounded_to_bf16, tanh
-from megatron_lce.core.options import Options, Shard
+from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.options import Shard
 from megatron_lce.core.plan import ceil_div
-from megatron_lce.core.rows import RowInputs, softcap_scale
+from megatron_lce.core.rows import RowInputs
 
 
 def indexed_logits(
-    hidden: Tensor, weight: Tensor, token_index: Tensor, ids: Tensor, rows: RowInputs, options: Options, shard: Shard
+    head: LMHead, token_index: Tensor, ids: Tensor, rows: RowInputs, shard: Shard, workspace_bytes: int
 ) -> Tensor:
-    num_ids, cap = ids.shape[0], softcap_scale(options)
+    hidden, weight, num_ids, cap = head.hidden, head.weight, ids.shape[0], head.softcap_scale
     logits_and_owners = hidden.new_empty(2, num_ids, dtype=torch.float32)
     block = tiles.block_rows(8, num_ids)
     tiles.launch(
@@ -37,7 +38,7 @@ def indexed_logits(
         num_columns=shard.num_columns,
         softcap_scale=cap or 0.0,
         SOFTCAP=cap is not None,
-        ROUND=options.logits_dtype is not None,
+        ROUND=head.logits_dtype is not None,
         BLOCK_M=block,
         BLOCK_H=512,
     )

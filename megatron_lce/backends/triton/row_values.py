@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.packed import extremes_at, row_terms_at, sums_at
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.rows import (
@@ -17,8 +18,6 @@ from megatron_lce.core.rows import (
     SCALE_OF_IGNORED_ROW,
     RowInputs,
     RowSoftmax,
-    logits_factor,
-    softcap_scale_or_one,
 )
 from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT, LN_2
 
@@ -29,12 +28,12 @@ _LOG_SUM_OF_IGNORED_ROW = tl.constexpr(LOG_SUM_OF_IGNORED_ROW)
 _SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
 
 
-def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> RowInputs:
+def prepare_rows(head: LMHead, labels: Tensor, ignore_index: int, shard: Shard) -> RowInputs:
     rows = RowInputs(*(torch.empty_like(labels, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.float32)))
+    temperature, num_tokens = head.temperature, labels.shape[0]
     temperatures, temperature_scalar = (
         (temperature.contiguous(), 1.0) if isinstance(temperature, Tensor) else (None, temperature)
     )
-    num_tokens = labels.shape[0]
     tiles.launch(
         _prepare_rows_kernel,
         (ceil_div(num_tokens, tiles.ROW_BLOCK),),
@@ -45,8 +44,8 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
         out=rows,
         N=num_tokens,
         temperature=temperature_scalar,
-        logits_factor=logits_factor(options),
-        ignore_index=options.ignore_index,
+        logits_factor=head.logits_factor,
+        ignore_index=ignore_index,
         vocab_start=shard.start,
         num_columns=shard.num_columns,
         BLOCK_N=tiles.ROW_BLOCK,
@@ -82,7 +81,7 @@ def write_outputs(
 
 
 def row_terms(
-    rows: RowInputs, softmax: RowSoftmax, upstream: Sequence[Tensor | None], options: Options
+    rows: RowInputs, softmax: RowSoftmax, upstream: Sequence[Tensor | None], head: LMHead
 ) -> tuple[Tensor, Tensor]:
     num_tokens = rows.labels.shape[0]
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
@@ -107,7 +106,7 @@ def row_terms(
         terms_ptr=terms,
         has_grad_ptr=has_grad,
         N=num_tokens,
-        softcap_scale_or_one=softcap_scale_or_one(options),
+        slope=head.slope,
         BLOCK_N=tiles.ROW_BLOCK,
     )
     return terms, has_grad
@@ -222,7 +221,7 @@ def _write_outputs_kernel(
 _STRIDES = ("grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "grad_mean_logit_stride")
 
 
-@triton.jit(do_not_specialize=["N", *_STRIDES, "softcap_scale_or_one"])
+@triton.jit(do_not_specialize=["N", *_STRIDES, "slope"])
 def _row_terms_kernel(
     scale_ptr,  # [N] fp32, as all that follow
     to_nats_ptr,
@@ -238,7 +237,7 @@ def _row_terms_kernel(
     terms_ptr,  # [6 or 7, N] out, `RowTerms`
     has_grad_ptr,  # [N] bool out: the row has a gradient that is not zero
     N,
-    softcap_scale_or_one,
+    slope,
     BLOCK_N: tl.constexpr,
 ):
     """Write the `RowTerms` of BLOCK_N tokens, and which of them have a gradient."""
@@ -251,7 +250,7 @@ def _row_terms_kernel(
     label_logprob = tl.load(saved.label_logprob + offs_n, mask=mask, other=0.0)
     # A logprob that is not finite makes all terms NaN.
     factor = to_nats + label_logprob * 0.0
-    factor *= tl.load(scale_ptr + offs_n, mask=mask, other=0.0) * softcap_scale_or_one
+    factor *= tl.load(scale_ptr + offs_n, mask=mask, other=0.0) * slope
     label_term = tl.zeros((BLOCK_N,), tl.float32)
     if grad_logprobs_ptr is not None:
         label_term = tl.load(grad_logprobs_ptr + offs * grad_logprobs_stride, mask=mask, other=0.0)

@@ -21,6 +21,7 @@ from megatron_lce.backends.triton.dot_tile import (
 )
 from megatron_lce.backends.triton.fp32_split import split_fp32
 from megatron_lce.backends.triton.packed import extremes_at, sums_at
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import MIN_TOKENS, ceil_div, slices
@@ -32,8 +33,7 @@ _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
 
 def softmax_stats(
-    hidden: Tensor,
-    weight: Tensor,
+    head: LMHead,
     rows: RowInputs,
     options: Options,
     *,
@@ -41,6 +41,7 @@ def softmax_stats(
     cache: LogitsCache | None = None,
     max_copied_columns: int | None = None,
 ) -> Tensor:
+    hidden, weight = head.hidden, head.weight
     num_tokens, (num_columns, width) = hidden.shape[0], weight.shape
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     if cache is None:
@@ -60,7 +61,7 @@ def softmax_stats(
             tiles.tile_grid(num_tokens, slab.shape[0], tile, hidden.device),
             hidden,
             fp_fusion=False,  # logprobs must have the same bits for all constexprs
-            **shared_arguments(tile, options),
+            **shared_arguments(tile, head),
             hidden_desc=host_descriptor(hidden, tile.block_n, tile.block_h),
             hidden_pow2=hidden_pow2,
             weight_desc=host_descriptor(slab, tile.block_v, tile.block_h),
@@ -89,26 +90,18 @@ def softmax_stats(
         launch_stats(columns)
     out = stats[0, _LABEL_LOGIT]  # after the statistics kernel, which fills it with -inf
     if hidden_pow2 is None:
-        _label_logits(hidden, None, weight, rows, out, tile, options)
+        _label_logits(head, None, rows, out, tile)
         return stats
     # The weight's row at the label is copied and then split, which takes as much memory as two columns.
     for tokens in slices(num_tokens, max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS)):
-        inputs = hidden[tokens], hidden_pow2[tokens.start :], weight, rows.select(tokens)
-        _label_logits(*inputs, out[tokens], tile, options)
+        of_tokens = head._replace(hidden=hidden[tokens])
+        _label_logits(of_tokens, hidden_pow2[tokens.start :], rows.select(tokens), out[tokens], tile)
     return stats
 
 
-def _label_logits(
-    hidden: Tensor,
-    hidden_pow2: Tensor | None,
-    weight: Tensor,
-    rows: RowInputs,
-    out: Tensor,
-    tile: tiles.Tiles,
-    options: Options,
-) -> None:
-    """Write label logits to `out` [N]."""
-    label_rows, label_pow2 = None, None
+def _label_logits(head: LMHead, hidden_pow2: Tensor | None, rows: RowInputs, out: Tensor, tile: tiles.Tiles) -> None:
+    """Write label logits to `out` [N]. The head's hidden is split, where `tile` says so."""
+    hidden, weight, label_rows, label_pow2 = head.hidden, head.weight, None, None
     if tile.weight_parts:
         label_rows, label_pow2 = split_fp32(weight.index_select(0, rows.labels.clamp(min=0)), tile.weight_parts)
     tile = tiles.label_tile(tile)
@@ -127,7 +120,7 @@ def _label_logits(
         N=out.shape[0],
         H=weight.shape[1],
         weight_stride=weight.stride(0),
-        **shared_arguments(tile, options),
+        **shared_arguments(tile, head),
     )
 
 
