@@ -102,7 +102,7 @@ def run(dtype: torch.dtype, option: str) -> None:
         keywords |= {"beta": 0.0 if "beta0" in options else 0.5}
         heads = hidden, weight, hidden.detach(), weight.detach()
         if "loss" in options:
-            token_loss._codes.add(token_loss.code_of(divergence))
+            token_loss._codes.add(token_loss.codes_inside(divergence))
             keywords |= {"kinds": KINDS, "return_student": True}
             megatron_lce.linear_divergence_loss(*heads, labels, divergence, **keywords).loss.backward()
         else:
@@ -125,7 +125,8 @@ def run(dtype: torch.dtype, option: str) -> None:
     telemetry = "mean_logit" if "mean" in options else "telemetry" in options
     keywords = {"softcap": softcap, "telemetry": telemetry, "backend": "triton"}
     if "token_loss" in options:
-        token_loss._codes.add(token_loss.code_of(nll))  # the host looks at a new loss, and these tensors have no values
+        # The host looks at a new loss, and these tensors have no values.
+        token_loss._codes.add(token_loss.codes_inside(nll))
         megatron_lce.linear_token_loss(hidden, weight, labels, nll, **keywords).loss.backward()
         return
     keywords |= {"entropy": "no_entropy" not in options, "logits_cache_bytes": 2**30 if "cache" in options else 0}

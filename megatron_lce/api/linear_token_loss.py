@@ -129,7 +129,7 @@ def check_tokens_apart(
     alternative: str = "linear_cross_entropy",
 ) -> None:
     """Raise if losses depend on other tokens. The loss runs again only until its code has passed once."""
-    code = code_of(loss)
+    code = codes_inside(loss)
     if code in _codes or is_cuda_graph_capturing():
         return
     with torch.no_grad():
@@ -148,7 +148,7 @@ def check_tokens_apart(
     _codes.add(code)
 
 
-def code_of(loss: TokenLossFunction) -> frozenset[Any]:
+def codes_inside(loss: TokenLossFunction) -> frozenset[Any]:
     """Return the code of a loss and of the functions inside it, which a decorator, a closure or an object calls."""
     codes: set[Any] = set()
     pending: list[Any] = [loss]
