@@ -53,12 +53,12 @@ class HeadGradients:
                     grad_logits.write(grad, token_slice, col_slice)
                 self._add_slab(block, grad, token_slice, col_slice)
         if self._tokens.reduces or self._tokens.num_blocks > 1:
-            self._finish_hidden()  # if not yet done: without columns there is no last slab
+            self._close_block()  # if not yet done: without columns there is no last slab
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of hidden and weight, after all blocks."""
         self._buffer = None  # its memory is free for casts
-        self._finish_hidden()
+        self._close_block()
         grad_hidden = self._tokens.grad_hidden() if self._needs_hidden else None
         return grad_hidden, None if self._weight is None else self._weight.finish()
 
@@ -68,7 +68,7 @@ class HeadGradients:
             self._add_hidden(block, grad, token_slice, col_slice)
             is_last = token_slice.stop == block.num_tokens
             if is_last and col_slice.stop == self._call.shard.num_columns and self._tokens.reduces:
-                self._finish_hidden()
+                self._close_block()
         if self._weight is not None:
             self._weight.add(block, grad, token_slice, col_slice)
 
@@ -83,7 +83,7 @@ class HeadGradients:
                 self._hidden_acc = call.head.weight.new_empty(shape, dtype=torch.float32)
         call.matmul(grad, call.head.weight[col_slice], self._hidden_acc[token_slice], accumulate=col_slice.start > 0)
 
-    def _finish_hidden(self) -> None:
+    def _close_block(self) -> None:
         """Cast the hidden gradient of the open block, 0 without slabs, and start reducing it."""
         if self._open_block is not None:
             self._tokens.reduce(self._open_block, self._cast_hidden_acc(self._open_block))
