@@ -10,8 +10,8 @@ from megatron_lce.core.plan import (
     ALIGNED_COLUMNS,
     COLUMN_STEP,
     MIN_TOKENS,
-    BlockBytes,
     HeadSize,
+    PieceBytes,
     ScratchBytes,
     aligned_slices,
     backward_tokens,
@@ -27,7 +27,7 @@ from tests.problems import smallest_workspace
 TOKENS = st.integers(1, 200_000)
 COLUMNS = st.integers(1, 300_000)
 BUDGET = st.integers(0, 2**33)
-BLOCK_BYTES = st.builds(BlockBytes, st.integers(1, 16), st.integers(0, 40_000), st.integers(0, 40_000))
+BLOCK_BYTES = st.builds(PieceBytes, st.integers(1, 16), st.integers(0, 40_000), st.integers(0, 40_000))
 
 
 @given(BUDGET, st.integers(1, 40_000), BLOCK_BYTES)
@@ -40,8 +40,8 @@ def test_as_many_tokens_and_columns_as_fit(room, given, block_bytes):
 
 
 @given(TOKENS, COLUMNS, BUDGET, BLOCK_BYTES, st.integers(0, 40_000))
-@example(131_072, 151_936, 2**29, BlockBytes(2), 4 * 4096)
-@example(1, 1, 2**12, BlockBytes(16, 1, 1), 0)
+@example(131_072, 151_936, 2**29, PieceBytes(2), 4 * 4096)
+@example(1, 1, 2**12, PieceBytes(16, 1, 1), 0)
 def test_a_plan_stays_within_its_budget_and_fits_the_problem(num_tokens, num_columns, budget, block_bytes, extra):
     plan = partial(plan_slabs, num_tokens, num_columns, block_bytes=block_bytes, split_tokens_per_column=extra)
     budget = max(budget, smallest_workspace(plan))
@@ -74,7 +74,7 @@ def test_with_room_for_everything_no_block_cuts_tokens(num_tokens, num_columns, 
     ],
 )
 def test_slabs_are_wide_and_no_wider_than_gains_anything(num_tokens, num_columns, workspace_bytes, expected):
-    assert plan_slabs(num_tokens, num_columns, workspace_bytes, BlockBytes(2)) == (num_tokens, expected)
+    assert plan_slabs(num_tokens, num_columns, workspace_bytes, PieceBytes(2)) == (num_tokens, expected)
 
 
 @given(st.integers(0, 5000), st.integers(1, 5), st.integers(0, 64))
@@ -89,7 +89,7 @@ def test_slabs_cover_everything_once_and_an_odd_end_is_its_own(stop, tiles, star
 
 def test_long_context_cuts_tokens_and_keeps_both_sides_wide():
     """By what both gradients' sums read and write: 15.3e-5 of 8 N V H bytes at best, 18.7e-5 with 8,192 x 15,360."""
-    tokens, columns = plan_slabs(131_072, 151_936, 2**29, BlockBytes(2), split_tokens_per_column=4 * 4096)
+    tokens, columns = plan_slabs(131_072, 151_936, 2**29, PieceBytes(2), split_tokens_per_column=4 * 4096)
     assert 1 / tokens + 1 / columns < 16.2e-5
 
 

@@ -35,7 +35,7 @@ class SlabShape(NamedTuple):
     num_columns: int
 
 
-class BlockBytes(NamedTuple):
+class PieceBytes(NamedTuple):
     """Bytes of a block per logit, per token and per column."""
 
     per_logit: int
@@ -95,16 +95,16 @@ class HeadSize(NamedTuple):
     copied_bytes: int = 0  # of copies that products make, beside the workspace of a plan
 
     @property
-    def stats_bytes(self) -> BlockBytes:
+    def stats_bytes(self) -> PieceBytes:
         """Bytes of the statistics of a token, with intermediates."""
         chunks = ceil_div(self.max_columns, self.scratch.chunk_columns)
-        return BlockBytes(0, 4 * chunks * self.stats_rows + self.scratch.stats_per_token, self.scratch.stats_per_column)
+        return PieceBytes(0, 4 * chunks * self.stats_rows + self.scratch.stats_per_token, self.scratch.stats_per_column)
 
     @property
-    def slab_bytes(self) -> BlockBytes:
+    def slab_bytes(self) -> PieceBytes:
         """Bytes of a slab of logit gradients, with intermediates."""
         scratch = self.scratch
-        return BlockBytes(self.itemsize + scratch.slab_per_logit, scratch.slab_per_token, scratch.slab_per_column)
+        return PieceBytes(self.itemsize + scratch.slab_per_logit, scratch.slab_per_token, scratch.slab_per_column)
 
     @property
     def weight_acc_per_column(self) -> int:
@@ -266,7 +266,7 @@ def plan_slabs(
     num_tokens: int,
     num_columns: int,
     workspace_bytes: int,
-    block_bytes: BlockBytes,
+    block_bytes: PieceBytes,
     *,
     split_tokens_per_column: int = 0,
 ) -> SlabShape:
