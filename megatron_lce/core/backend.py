@@ -6,8 +6,8 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_lce.core.divergence_types import Heads
+from megatron_lce.core.exp_cache import ExpCache
 from megatron_lce.core.lm_head import LMHead
-from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard, Telemetry
 from megatron_lce.core.plan import ScratchBytes
 from megatron_lce.core.rows import RowInputs, RowSoftmax
@@ -29,7 +29,7 @@ class Backend(Protocol):
         options: Options,
         *,
         vocab_start: int,
-        cache: LogitsCache | None = None,
+        cache: ExpCache | None = None,
         max_copied_columns: int | None = None,  # most rows of the weight that may be copied at a time; None: all
     ) -> Tensor:
         """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any."""
@@ -84,7 +84,7 @@ class Backend(Protocol):
 
     def grad_logits_from_cache(
         self,
-        cache: LogitsCache,
+        cache: ExpCache,
         rows: RowInputs,
         terms: Tensor,  # [6 or 7, N], packed `RowTerms`
         head: LMHead,

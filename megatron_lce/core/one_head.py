@@ -15,8 +15,8 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.call_plan import Plan
 from megatron_lce.core.candidates import CandidateGradients, candidate_gradients, candidate_logprobs
 from megatron_lce.core.collectives import Pending
+from megatron_lce.core.exp_cache import ExpCache, new_cache
 from megatron_lce.core.logits_at import csr_from_dense, logits_over_group
-from megatron_lce.core.logits_cache import LogitsCache, new_cache
 from megatron_lce.core.options import (
     DIFFERENTIABLE_OUTPUTS,
     DIFFERENTIABLE_SCALARS,
@@ -48,7 +48,7 @@ class OneHead:
     labels: Tensor | None = None  # [N] global, with candidates
     ids: Tensor | None = None  # [N, K] global, of candidates
     log_p: Tensor | Any = None  # [N, K] base 2, of candidates: their logits, until outputs are written
-    cache: LogitsCache | None = None  # of these rows, or of one block after the other
+    cache: ExpCache | None = None  # of these rows, or of one block after the other
     # Extremes and sums of rows whose outputs are not written, in one list of all rows and their blocks.
     merged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     softmax: RowSoftmax | Any = None

@@ -11,8 +11,8 @@ from megatron_lce.backends.torch.divergence import (
 )
 from megatron_lce.backends.torch.indexed_dot import bag_sums, indexed_logits, write_columns
 from megatron_lce.backends.torch.row_values import prepare_rows, row_terms, write_outputs
+from megatron_lce.core.exp_cache import ExpCache
 from megatron_lce.core.lm_head import LMHead
-from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.matmul import copies_to_fp32, matmul
 from megatron_lce.core.options import Options, Telemetry
 from megatron_lce.core.plan import ScratchBytes, slices
@@ -45,7 +45,7 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, telemetry: Telemetry) -> Scrat
     )
 
 
-def grad_logits_from_cache(cache: LogitsCache, rows: RowInputs, terms: Tensor, head: LMHead, *, entropy: bool) -> None:
+def grad_logits_from_cache(cache: ExpCache, rows: RowInputs, terms: Tensor, head: LMHead, *, entropy: bool) -> None:
     raise AssertionError("`scratch_bytes` allows no cache")
 
 
@@ -55,7 +55,7 @@ def softmax_stats(
     options: Options,
     *,
     vocab_start: int,
-    cache: LogitsCache | None = None,
+    cache: ExpCache | None = None,
     max_copied_columns: int | None = None,
 ) -> Tensor:
     # One product per chunk: for another width, a library may sum in another order.

@@ -22,8 +22,8 @@ from megatron_lce.backends.triton.dot_tile import (
 )
 from megatron_lce.backends.triton.fp32_split import split_fp32
 from megatron_lce.backends.triton.packed import row_terms_at
+from megatron_lce.core.exp_cache import ExpCache
 from megatron_lce.core.lm_head import LMHead
-from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.plan import ceil_div, slab_row_stride
 from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, RowInputs
 
@@ -63,7 +63,7 @@ def grad_logits(head: LMHead, rows: RowInputs, terms: Tensor, out: Tensor, *, sl
     )
 
 
-def grad_logits_from_cache(cache: LogitsCache, rows: RowInputs, terms: Tensor, head: LMHead, *, entropy: bool) -> None:
+def grad_logits_from_cache(cache: ExpCache, rows: RowInputs, terms: Tensor, head: LMHead, *, entropy: bool) -> None:
     """As in `Backend`; in addition, padding past each row is written with finite numbers."""
     mean, softcap = terms.shape[0] > NUM_TERMS, head.softcap is not None
     assert not (softcap and mean)  # an exponential that underflowed to 0 no longer gives the tanh slope

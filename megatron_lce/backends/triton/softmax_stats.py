@@ -21,8 +21,8 @@ from megatron_lce.backends.triton.dot_tile import (
 )
 from megatron_lce.backends.triton.fp32_split import split_fp32
 from megatron_lce.backends.triton.packed import extremes_at, sums_at
+from megatron_lce.core.exp_cache import ExpCache
 from megatron_lce.core.lm_head import LMHead
-from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import MIN_TOKENS, ceil_div, slices
 from megatron_lce.core.rows import RowInputs
@@ -38,7 +38,7 @@ def softmax_stats(
     options: Options,
     *,
     vocab_start: int,
-    cache: LogitsCache | None = None,
+    cache: ExpCache | None = None,
     max_copied_columns: int | None = None,
 ) -> Tensor:
     hidden, weight = head.hidden, head.weight
@@ -71,7 +71,7 @@ def softmax_stats(
             exp_desc=None if exp is None else host_descriptor(exp, tile.block_n, tile.block_v // 2),
             shift_ptr=shift,
             N=num_tokens,
-            V=slab.shape[0],
+            C=slab.shape[0],
             H=width,
             first_column=columns.start,
             vocab_start=vocab_start,
@@ -173,18 +173,18 @@ def _label_logits_kernel(
     tl.store(out_ptr + offs_n, tl.where(label >= 0, label_logit, float("-inf")), row_mask)
 
 
-@triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "shift_stride"])
+@triton.jit(do_not_specialize=["N", "C", "first_column", "vocab_start", "shift_stride"])
 def _softmax_stats_kernel(
     hidden_desc,  # [N, H]
     hidden_pow2,  # [N] fp32; None without parts, as weight_pow2
-    weight_desc,  # [V, H]
-    weight_pow2,  # [V] fp32
+    weight_desc,  # [C, H]
+    weight_pow2,  # [C] fp32
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, K, N] fp32 out, rows as in packed.py; row 1, the label logit, is -inf
-    exp_desc,  # [N, V] out; None: no cache
+    exp_desc,  # [N, C] out; None: no cache
     shift_ptr,  # [chunks, N] fp32 out, rows shift_stride apart; None: no cache
     N,
-    V,
+    C,
     H,
     first_column,
     vocab_start,
@@ -208,11 +208,11 @@ def _softmax_stats_kernel(
     K: tl.constexpr = EXTREMES + 1 + ENTROPY + MEAN + 2 * TELEMETRY  # `num_stats`
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
     hidden_desc = device_descriptor(hidden_desc, N, padded_h(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
-    weight_desc = device_descriptor(weight_desc, V, padded_h(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
+    weight_desc = device_descriptor(weight_desc, C, padded_h(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
     if exp_desc is not None:
-        exp_desc = device_descriptor(exp_desc, N, V, BLOCK_N, BLOCK_V // 2)
+        exp_desc = device_descriptor(exp_desc, N, C, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
-    num_column_tiles = tl.cdiv(V, BLOCK_V)
+    num_column_tiles = tl.cdiv(C, BLOCK_V)
     for tile_id in tl.range(
         tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=PERSISTENT
     ):
@@ -235,7 +235,7 @@ def _softmax_stats_kernel(
         offs_v = col_start + tl.arange(0, BLOCK_V)
         if SOFTCAP:
             if MEAN:  # inf * 0 gives NaN in columns past the end, which sums of logits include
-                logits = tl.where((offs_v < V)[None, :], logits, 0.0)
+                logits = tl.where((offs_v < C)[None, :], logits, 0.0)
             logits = tanh(logits * softcap_scale)
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]
 
@@ -244,7 +244,7 @@ def _softmax_stats_kernel(
         # Before 9.0 stores add offsets to one pointer: pointers to all rows spill 72 bytes more (8.0, softcap, cache).
         row, origin = (first_row, 0) if PERSISTENT else (0, first_row)
         extremes, sums = extremes_at(row, N), sums_at(row, N, ENTROPY, TELEMETRY, EXTREMES)
-        mask = row_mask[:, None] & (col_start + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
+        mask = row_mask[:, None] & (col_start + chunks * CHUNK < C)[None, :]  # [BLOCK_N, CHUNKS]
         if MEAN:
             # Products past the end of the vocabulary are zero. Sums first: in this order no register spills.
             zero_ended = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
@@ -252,13 +252,13 @@ def _softmax_stats_kernel(
             tl.store(origin + sums.sum_logit, sum_logit, mask)
             if TELEMETRY:
                 tl.store(origin + sums.sum_logit_squared, tl.sum(zero_ended * zero_ended, 2), mask)
-                min_logit = tl.where((offs_v < V)[None, :], logits, float("inf"))
+                min_logit = tl.where((offs_v < C)[None, :], logits, float("inf"))
                 min_logit = tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2)
             else:  # tl.min would ignore a NaN
                 min_logit = tl.where(sum_logit == sum_logit, -tl.abs(sum_logit), float("-inf"))
             tl.store(origin + extremes.min_logit, min_logit, mask)
-        if col_start + BLOCK_V > V:
-            logits = tl.where((offs_v < V)[None, :], logits, _LOWEST_LOGIT)
+        if col_start + BLOCK_V > C:
+            logits = tl.where((offs_v < C)[None, :], logits, _LOWEST_LOGIT)
 
         logits = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
         max_logit = tl.maximum(tl.max(logits, 2), _LOWEST_LOGIT)  # [BLOCK_N, CHUNKS]; a chunk may be -inf throughout
