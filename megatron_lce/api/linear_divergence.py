@@ -26,11 +26,11 @@ from megatron_lce.checks.together import check_keywords, checked_together
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import all_gather_stack, wait_if_async
 from megatron_lce.core.divergence_types import KINDS, Kind, LinearDivergenceOutput
-from megatron_lce.core.eager import eager
+from megatron_lce.core.eager import eager, without_autocast
 from megatron_lce.core.known_loss import sum_of_losses
 from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.losses import Metrics, TokenLossFunction
-from megatron_lce.core.matmul import aligned_rows, matmul, without_autocast
+from megatron_lce.core.matmul import aligned_rows, matmul
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.passes import outputs_with_gradient
 from megatron_lce.core.two_heads import TwoHeads

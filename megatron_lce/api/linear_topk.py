@@ -16,8 +16,8 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, reshape_outputs
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
-from megatron_lce.core.eager import eager
-from megatron_lce.core.matmul import copies_to_fp32, matmul, without_autocast
+from megatron_lce.core.eager import eager, without_autocast
+from megatron_lce.core.matmul import copies_to_fp32, matmul
 from megatron_lce.core.one_head import merged_over_group
 from megatron_lce.core.plan import MIN_TOKENS, round_up, slices
 from megatron_lce.core.row_index import RowIndex

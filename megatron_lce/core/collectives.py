@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from megatron_lce.core.matmul import trace_range
+from megatron_lce.core.eager import trace_range
 
 
 class Pending(NamedTuple):

@@ -1,13 +1,16 @@
-"""What torch.compile must not trace: a call of an operation is one break of the graph."""
+"""What a call runs under: outside compiled graphs, each call one break of the graph; without autocast, and traced."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NO_RANGE = contextlib.nullcontext()
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
@@ -22,3 +25,22 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
         return uncompiled(function, *args, **kwargs)
 
     return call
+
+
+def trace_range(name: str) -> contextlib.AbstractContextManager[object]:
+    """Return a profiler range if a profiler is on: without one, `record_function` costs up to 18 us on the host.
+
+    Profilers that are turned on from outside the process do not see it.
+    """
+    # torch sets this flag under `emit_nvtx`, too, and on autograd's threads. Without it, ranges are always recorded.
+    profiling = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    return record_function(f"megatron_lce: {name}") if profiling else _NO_RANGE
+
+
+@contextlib.contextmanager
+def without_autocast(device: torch.device, name: str) -> Iterator[None]:
+    """Context with autocast off, traced under this name."""
+    autocast = torch.is_autocast_enabled(device.type)
+    without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
+    with without, trace_range(name):
+        yield

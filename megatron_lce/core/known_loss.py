@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
+from megatron_lce.core.eager import without_autocast
 from megatron_lce.core.losses import KnownLosses, Losses, Metrics, TokenCrossEntropy, TokenLossFunction
-from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.one_head import OneHead
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.passes import (

@@ -2,15 +2,12 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
-_NO_RANGE = contextlib.nullcontext()
 # The setting for matrix products of each library that torch calls, and what the setting inherits.
 _PRECISIONS = (
     (torch.backends.cuda.matmul, torch.backends.cudnn),
@@ -51,25 +48,6 @@ class _FullFp32:
 
 
 full_fp32 = _FullFp32()
-
-
-def trace_range(name: str) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range if a profiler is on: without one, `record_function` costs up to 18 us on the host.
-
-    Profilers that are turned on from outside the process do not see it.
-    """
-    # torch sets this flag under `emit_nvtx`, too, and on autograd's threads. Without it, ranges are always recorded.
-    profiling = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-    return record_function(f"megatron_lce: {name}") if profiling else _NO_RANGE
-
-
-@contextlib.contextmanager
-def without_autocast(device: torch.device, name: str) -> Iterator[None]:
-    """Context with autocast off, traced under this name."""
-    autocast = torch.is_autocast_enabled(device.type)
-    without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
-    with without, trace_range(name):
-        yield
 
 
 def matmul(

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.call_plan import Plan, plan_call
+from megatron_lce.core.eager import without_autocast
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.losses import KnownLosses, Losses
-from megatron_lce.core.matmul import without_autocast
 from megatron_lce.core.plan import HeadSize
 from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.rows import RowInputs
