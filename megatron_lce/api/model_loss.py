@@ -40,7 +40,8 @@ def model_loss(
             after gradients were computed in forward.
     """
     with checked_together("model_loss", hidden, weight, labels, Options(**options)) as checks:
-        checks.all()
+        checks.head()
+        checks.rest()
         if counted is not None:
             check_per_token("loss_mask", counted, checks.shape, hidden.device)
     return token_cross_entropies(checks.call(), formula, upstream, counted)

@@ -14,13 +14,8 @@ from megatron_lce.core.plan import ceil_div
 
 def to_local_tensors(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Options, int | None]:
-    """Return this rank's own tensors, options with what placements imply, and the columns of the largest shard.
-
-    Plain tensors are returned unchanged, with None.
-    """
-    if not isinstance(weight, DTensor) and not isinstance(hidden, DTensor):
-        return hidden, weight, labels, options, None
+) -> tuple[Tensor, Tensor, Tensor, Options, int]:
+    """Return this rank's own tensors, options with what placements imply, and the columns of the largest shard."""
     if not isinstance(weight, DTensor) or not isinstance(hidden, DTensor):
         kinds = " and ".join("a DTensor" if isinstance(t, DTensor) else "a plain tensor" for t in (hidden, weight))
         raise TypeError(

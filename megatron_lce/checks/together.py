@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_lce.backends.choice import load_backend
@@ -78,7 +79,7 @@ def checked_together(
         compared: further values that must be equal on every rank, and tensors that must be alike.
     """
     max_columns = None
-    if takes_dtensors:
+    if takes_dtensors and (isinstance(hidden, DTensor) or isinstance(weight, DTensor)):
         hidden, weight, labels, options, max_columns = to_local_tensors(hidden, weight, labels, options)
     hidden, weight, labels = (collectives.wait_if_async(tensor) for tensor in (hidden, weight, labels))
     if isinstance(options.temperature, Tensor) or isinstance(options.candidates, Tensor):
@@ -199,10 +200,6 @@ class Checks:
     names: tuple[str, str, str] = HEAD
     telling: Telling = contextlib.nullcontext
 
-    def all(self) -> None:
-        self.head()
-        self.rest()
-
     def head(self) -> tuple[int, ...]:
         """Check hidden and weight, and return the shape that labels must have."""
         (hidden_name, weight_name, _), options = self.names, self.options
@@ -247,7 +244,7 @@ class Checks:
         validation.check_quotients(options.logits_scale, options.softcap, options.temperature)
         start, vocab_size = options.vocab_start, options.vocab_size
         if start is None:
-            start = collectives.group_rank(options.tp_group) * num_rows
+            start = collectives.group_rank(options.tp_group) * num_rows if ranks > 1 else 0
         else:
             validation.check_integer("vocab_start", start, minimum=0)
         last = validation.MAX_VOCABULARY - num_rows
@@ -255,7 +252,8 @@ class Checks:
         # Until ranks compare theirs, the largest shard is this rank's own.
         num_columns = num_rows if vocab_size is None else min(max(vocab_size - start, 0), num_rows)
         self.shard = Shard(start, num_columns, num_rows)
-        if options.vocab_start is None or ranks == 1:  # else the group compares its shards
+        is_known = options.vocab_start is None or ranks == 1  # else the group compares its shards
+        if vocab_size is not None and is_known:
             validation.check_vocab_size(vocab_size, (options.vocab_start or 0) + ranks * num_rows)
         is_reduced = options.reduce_grad_hidden or shards == 1
         require(is_reduced, "reduce_grad_hidden", "be True with sequence_parallel", False)
@@ -264,7 +262,11 @@ class Checks:
         require(sink is None or is_aligned, "weight_grad_sink", requirement, tuple(self.weight.shape))
         self.temperature, self.candidates = options.temperature, options.candidates
         group = options.tp_group if ranks > 1 else None
-        self.options = replace(options, tp_group=group, sequence_parallel=shards > 1, temperature=1.0, candidates=None)
+        holds_tensors = isinstance(options.temperature, Tensor) or options.candidates is not None
+        if holds_tensors or (group, shards > 1) != (options.tp_group, options.sequence_parallel):  # a copy takes 10 us
+            self.options = replace(
+                options, tp_group=group, sequence_parallel=shards > 1, temperature=1.0, candidates=None
+            )
 
     def call(self) -> Call:
         """Lay out the arguments as a `Call`. Only after the context is the largest shard known."""
