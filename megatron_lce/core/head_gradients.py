@@ -85,17 +85,15 @@ class HeadGradients:
 
     def _close_block(self) -> None:
         """Cast the hidden gradient of the open block, 0 without slabs, and start reducing it."""
-        if self._open_block is not None:
-            self._tokens.reduce(self._open_block, self._cast_hidden_acc(self._open_block))
-        self._open_block = None
-
-    def _cast_hidden_acc(self, block: TokenBlock) -> Tensor:
-        """Return the hidden gradient of the block; an fp32 sum is freed before `reduce` allocates."""
-        acc, self._hidden_acc = self._hidden_acc, None
-        if acc is not None and acc.dtype == self._tokens.grad_dtype:
-            return acc
-        grad = self._tokens.grad_buffer(block)
-        return grad.zero_() if acc is None else grad.copy_(acc)
+        block, grad = self._open_block, self._hidden_acc
+        self._open_block = self._hidden_acc = None
+        if block is None:
+            return
+        if grad is None:
+            grad = self._tokens.grad_buffer(block).zero_()
+        elif grad.dtype != self._tokens.grad_dtype:
+            grad = self._tokens.grad_buffer(block).copy_(grad)  # the sum is freed before `reduce` allocates
+        self._tokens.reduce(block, grad)
 
     def _slab(self, token_slice: slice, col_slice: slice) -> Tensor:
         """Return the memory of a slab, in the one buffer of all."""

@@ -100,34 +100,34 @@ class Losses:
     def add(self, outputs: Any, ignored: Tensor) -> dict[str, Tensor | None]:
         """Call the caller's loss for the next tokens; return the gradients of its sum with respect to outputs."""
         with self._telling():
-            return self._add(outputs, ignored)
-
-    def _add(self, outputs: Any, ignored: Tensor) -> dict[str, Tensor | None]:
-        row_slice = slice(self._num_rows, self._num_rows + ignored.shape[0])
-        self._num_rows = row_slice.stop
-        by_name = {name: getattr(outputs, name) for name in self._names}
-        leaves = {name: o.detach().requires_grad_(self._needs_grad) for name, o in by_name.items() if o is not None}
-        # The hooks of a checkpoint around the call would recompute the whole call for each block.
-        no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-        with torch.set_grad_enabled(self._needs_grad), no_hooks:
-            result = self._loss(outputs._replace(**leaves), *(tensor[row_slice] for tensor in self._per_token))
-            losses, metrics = checked_losses(result, ignored.shape[0])
-            loss_sum = torch.where(ignored, 0.0, losses).sum()
-        if self._metrics and metrics.keys() != self._metrics[0].keys():
-            names_of_both = f"{sorted(self._metrics[0])} and {sorted(metrics)}"
-            raise ValueError(f"loss must return the same metrics for any tokens, got {names_of_both}")
-        self._loss_sum += loss_sum.detach()
-        self._losses.append(losses.detach())
-        self._ignored.append(ignored)
-        self._outputs.append(outputs)
-        self._metrics.append(
-            {name: m.detach().masked_fill(ignored.view(-1, *(1,) * (m.dim() - 1)), 0) for name, m in metrics.items()}
-        )
-        if not self._needs_grad or not ignored.shape[0]:
-            return {}
-        check_graph(loss_sum, leaves)
-        grads = torch.autograd.grad(loss_sum, list(leaves.values()), allow_unused=True)
-        return dict.fromkeys(self._names) | dict(zip(leaves, grads, strict=True))
+            row_slice = slice(self._num_rows, self._num_rows + ignored.shape[0])
+            self._num_rows = row_slice.stop
+            by_name = {name: getattr(outputs, name) for name in self._names}
+            leaves = {name: o.detach().requires_grad_(self._needs_grad) for name, o in by_name.items() if o is not None}
+            # The hooks of a checkpoint around the call would recompute the whole call for each block.
+            no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+            with torch.set_grad_enabled(self._needs_grad), no_hooks:
+                result = self._loss(outputs._replace(**leaves), *(tensor[row_slice] for tensor in self._per_token))
+                losses, metrics = checked_losses(result, ignored.shape[0])
+                loss_sum = torch.where(ignored, 0.0, losses).sum()
+            if self._metrics and metrics.keys() != self._metrics[0].keys():
+                names_of_both = f"{sorted(self._metrics[0])} and {sorted(metrics)}"
+                raise ValueError(f"loss must return the same metrics for any tokens, got {names_of_both}")
+            self._loss_sum += loss_sum.detach()
+            self._losses.append(losses.detach())
+            self._ignored.append(ignored)
+            self._outputs.append(outputs)
+            self._metrics.append(
+                {
+                    name: m.detach().masked_fill(ignored.view(-1, *(1,) * (m.dim() - 1)), 0)
+                    for name, m in metrics.items()
+                }
+            )
+            if not self._needs_grad or not ignored.shape[0]:
+                return {}
+            check_graph(loss_sum, leaves)
+            grads = torch.autograd.grad(loss_sum, list(leaves.values()), allow_unused=True)
+            return dict.fromkeys(self._names) | dict(zip(leaves, grads, strict=True))
 
     def sample(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the losses of some tokens: as computed, and as the loss gives them beside other tokens, twice.

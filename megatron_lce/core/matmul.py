@@ -63,19 +63,15 @@ def matmul(
     if a.device.type == "cpu" or a.dtype != b.dtype or (a.dtype != out.dtype and copies_to_fp32(a)):
         a, b = a.float(), b.float()
     with full_fp32 if a.dtype == torch.float32 else contextlib.nullcontext():
-        _matmul(a, b, out, accumulate=accumulate)
-
-
-def _matmul(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    if a.dtype == out.dtype:
-        torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
-    elif out.dtype != torch.float32:
-        assert not accumulate
-        out.copy_(a @ b)
-    elif accumulate:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+        if a.dtype == out.dtype:
+            torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
+        elif out.dtype != torch.float32:
+            assert not accumulate
+            out.copy_(a @ b)
+        elif accumulate:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def copies_to_fp32(matrix: Tensor) -> bool:

@@ -61,15 +61,14 @@ class OneHead:
     def size(self) -> HeadSize:
         return self.call.size
 
-    def with_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> Self:
-        call, source = self.call, replace(self, rows=rows)
+    def take_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> None:
+        call, self.rows = self.call, rows
         if call.candidates is not None:
-            source.labels, source.ids = row_index.select(call.labels), row_index.select(call.candidates)
-            source.log_p = torch.empty_like(source.ids, dtype=torch.float32)
+            self.labels, self.ids = row_index.select(call.labels), row_index.select(call.candidates)
+            self.log_p = torch.empty_like(self.ids, dtype=torch.float32)
         if plan.cache_tokens:
             num_tokens = min(plan.cache_tokens, row_index.count)
-            source.cache = new_cache(call.size, num_tokens, call.shard.num_columns, call.head.hidden)
-        return source
+            self.cache = new_cache(call.size, num_tokens, call.shard.num_columns, call.head.hidden)
 
     def subset(self, index: slice | Tensor) -> Self:
         of_rows = {name: getattr(self, name) for name in ("labels", "ids", "log_p")}

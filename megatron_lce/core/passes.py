@@ -38,7 +38,7 @@ class Source(Protocol):
     differentiable: ClassVar[tuple[str, ...]]  # its fields with a gradient
     kept: ClassVar[tuple[str, ...]]  # fields from forward to backward, with tensors that autograd saves
     call: Call
-    rows: RowInputs | Any  # None until `with_rows`
+    rows: RowInputs | Any  # None until `take_rows`
 
     @property
     def teacher(self) -> LMHead | Any: ...
@@ -50,8 +50,8 @@ class Source(Protocol):
     def has_grad(self) -> Tensor | Any:
         """A mask [N] of rows with a nonzero gradient, known with the terms."""
 
-    def with_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> Self:
-        """Return the source of these rows, with room for what is kept of them."""
+    def take_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> None:
+        """Take the computed rows, and make room for what is kept of them. Once, at the start of a forward pass."""
 
     def subset(self, index: slice | Tensor) -> Self:
         """Return some of the rows."""
@@ -98,9 +98,11 @@ def forward(source: Source, needs: Sequence[bool], losses: Losses | KnownLosses 
     plan = plan_of(source, row_index.count, needs, options.logits_cache_bytes, losses)
     if isinstance(losses, KnownLosses) and not plan.in_forward:
         losses = None
-    tokens = _tokens(source, row_index, plan, unscaled_dtype(call) if plan.in_forward else None)
+    # A known loss's hidden gradient, before it is scaled, may exceed the range of fp16.
+    unscaled_dtype = torch.float32 if plan.in_forward and call.head.hidden.dtype == torch.float16 else None
+    tokens = _tokens(source, row_index, plan, unscaled_dtype)
     block_index = tokens[0].row_index  # in the order of the blocks
-    source = source.with_rows(block_index.select_rows(rows), block_index, plan)
+    source.take_rows(block_index.select_rows(rows), block_index, plan)
     if losses is not None:
         losses.select(block_index)
     if plan.in_forward:
@@ -242,11 +244,6 @@ def _tokens(
     hiddens = (source.call.head.hidden,) if source.teacher is None else (source.call.head.hidden, source.teacher.hidden)
     block_tokens, options = plan.block_tokens, source.call.options
     return tuple(tokens_in_blocks(hidden, row_index, block_tokens, options, grad_dtype) for hidden in hiddens)
-
-
-def unscaled_dtype(call: Call) -> torch.dtype:
-    """Return the dtype of the hidden gradient of a known loss: fp32 for fp16, whose range it may exceed."""
-    return torch.float32 if call.head.hidden.dtype == torch.float16 else call.head.hidden.dtype
 
 
 def keeps_fp32_weight_sum(call: Call) -> bool:

@@ -65,7 +65,7 @@ class RowIndex:
     def select_rows(self, rows: RowInputs) -> RowInputs:
         """Return the computed rows, NaN if the caller's count is wrong."""
         rows = rows if self.index is None else rows.select(self.index)
-        return rows._replace(to_nats=self.nan_if_wrong(rows.to_nats))
+        return rows if self.count_is_wrong is None else rows._replace(to_nats=self.nan_if_wrong(rows.to_nats))
 
     def scatter(self, per_row: Tensor) -> Tensor:
         """Return values [n, ...] of the computed rows as [N, ...], with 0 in skipped rows."""

@@ -66,19 +66,14 @@ class Tokens:
     ) -> None:
         self.hidden, self.row_index, self.grad_dtype, self._group = hidden, row_index, grad_dtype, group
         self._block_tokens = max(1, block_tokens)
+        self.reduces = group is not None
         self.num_blocks = ceil_div(row_index.count, self._block_tokens)
         self._grad: Tensor | None = None  # [n, H]
         self._sums: list[Pending] = []
 
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients are summed over a group."""
-        return self._group is not None
-
-    def blocks(self) -> Iterator[TokenBlock]:
-        return self._blocks_of(self.hidden)
-
-    def _blocks_of(self, hidden: Tensor) -> Iterator[TokenBlock]:
+    def blocks(self, hidden: Tensor | None = None) -> Iterator[TokenBlock]:
+        """Yield the blocks. `hidden`: of every rank, if gathered."""
+        hidden = self.hidden if hidden is None else hidden
         for row_slice in slices(self.row_index.count, self._block_tokens):
             block = TokenBlock(row_slice, Pending(self.row_index.select(hidden, row_slice)))
             if row_slice.stop == self.row_index.count:
@@ -114,7 +109,7 @@ class ShardedTokens(Tokens):
 
     _group: ProcessGroup
 
-    def blocks(self) -> Iterator[TokenBlock]:
+    def blocks(self, hidden: Tensor | None = None) -> Iterator[TokenBlock]:
         """Yield blocks. While one is computed, the next is gathered."""
         ranks = collectives.group_size(self._group)
         shard_slices = slices(self.hidden.shape[0], self._block_tokens // ranks)
@@ -148,8 +143,8 @@ class GatheredTokens(Tokens):
 
     _group: ProcessGroup
 
-    def blocks(self) -> Iterator[TokenBlock]:
-        return self._blocks_of(collectives.all_gather_async(self.hidden, self._group).wait())
+    def blocks(self, hidden: Tensor | None = None) -> Iterator[TokenBlock]:
+        return super().blocks(collectives.all_gather_async(self.hidden, self._group).wait())
 
     def reduce(self, block: TokenBlock, grad: Tensor) -> None:
         if block.row_slice.stop == self.row_index.count:

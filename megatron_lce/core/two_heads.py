@@ -77,17 +77,16 @@ class TwoHeads:
         reading_bytes = call.backend.divergence_scratch_bytes(call.shard.max_columns)
         return size_of_two_heads(call.size, reading_bytes, copied_row)
 
-    def with_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> Self:
-        call = self.call
+    def take_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> None:
+        call, self.rows = self.call, rows
         teacher_rows = call.backend.prepare_rows(self.teacher, call.labels, call.options.ignore_index, call.shard)
-        teacher = self.teacher._replace(temperature=1.0)  # its rows have it: backward keeps no tensor of the caller's
-        source = replace(self, rows=rows, teacher=teacher, teacher_scale=row_index.select(teacher_rows.scale))
+        self.teacher_scale = row_index.select(teacher_rows.scale)
+        self.teacher = self.teacher._replace(temperature=1.0)  # backward keeps no tensor of the caller's
         num_stats = DIVERGENCE_ROWS + LABEL_ROWS * self.return_student
-        source.stats = rows.scale.new_zeros(num_stats, row_index.count)
+        self.stats = rows.scale.new_zeros(num_stats, row_index.count)
         if plan.cache_tokens:
             shape = min(plan.cache_tokens, row_index.count), slab_row_stride(call.shard.num_columns)
-            source.grad_buffer = with_zeros_behind(call.head.hidden.new_empty(shape), call.shard.num_columns)
-        return source
+            self.grad_buffer = with_zeros_behind(call.head.hidden.new_empty(shape), call.shard.num_columns)
 
     def subset(self, index: slice | Tensor) -> Self:
         some = replace(self, rows=self.rows.select(index), stats=self.stats[:, index])
