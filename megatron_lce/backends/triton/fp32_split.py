@@ -47,7 +47,7 @@ def _bf16_parts(matrix: Tensor) -> list[Tensor]:
 def split_fp32(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor | None]:
     """Return a matrix [M, K] in parts, [M, number * width], the smallest first, and the power of two of each row.
 
-    The width is a multiple of `SLAB_ROW_STEP`, padded with zeros. With `number` 0 the matrix itself is returned.
+    The width is a multiple of `SLAB_ROW_STEP`, padded with zeros.
 
     3 bf16 parts  their sum is the fp32 number; no powers
     2 fp16 parts  their sum times the power is x to 2^-23 |x|, or to 2^-50 of the largest in the row; the smaller part
@@ -56,8 +56,6 @@ def split_fp32(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) 
 
     The powers, [M] fp32, go on to the end of a tile.
     """
-    if number == 0:
-        return matrix, None
     (num_rows, num_columns), width = matrix.shape, round_up(matrix.shape[1], SLAB_ROW_STEP)
     parts, powers, written = matrix.new_empty(num_rows, number * width, dtype=dtype), None, num_rows
     if dtype == torch.float16:

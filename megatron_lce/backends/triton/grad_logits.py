@@ -34,8 +34,10 @@ def grad_logits(head: LMHead, rows: RowInputs, terms: Tensor, out: Tensor, *, sl
     hidden, weight = head.hidden, head.weight
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     (num_tokens, num_columns), width = out.shape, hidden.shape[1]
-    hidden, hidden_pow2 = split_fp32(hidden, tile.hidden_parts)
-    weight, weight_pow2 = split_fp32(weight, tile.weight_parts)
+    hidden_pow2 = weight_pow2 = None
+    if tile.weight_parts:
+        hidden, hidden_pow2 = split_fp32(hidden, tile.hidden_parts)
+        weight, weight_pow2 = split_fp32(weight, tile.weight_parts)
     tiles.launch(
         _grad_logits_kernel,
         tiles.tile_grid(num_tokens, num_columns, tile, out.device),

@@ -26,6 +26,7 @@ _UNIT = tl.constexpr(FIXED_POINT_UNIT)
 _CHUNK_COLUMNS = tl.constexpr(CHUNK_COLUMNS)
 _LOG_SUM_OF_IGNORED_ROW = tl.constexpr(LOG_SUM_OF_IGNORED_ROW)
 _SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
+_STRIDES = ("grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "grad_mean_logit_stride")
 
 
 def prepare_rows(head: LMHead, labels: Tensor, ignore_index: int, shard: Shard) -> RowInputs:
@@ -99,10 +100,7 @@ def row_terms(
         grad_entropy_ptr=grad_entropy,
         grad_lse_ptr=grad_lse,
         grad_mean_logit_ptr=grad_mean_logit,
-        grad_logprobs_stride=_stride(grad_logprobs),
-        grad_entropy_stride=_stride(grad_entropy),
-        grad_lse_stride=_stride(grad_lse),
-        grad_mean_logit_stride=_stride(grad_mean_logit),
+        **{name: 0 if grad is None else grad.stride(0) for name, grad in zip(_STRIDES, upstream, strict=True)},
         terms_ptr=terms,
         has_grad_ptr=has_grad,
         N=num_tokens,
@@ -110,10 +108,6 @@ def row_terms(
         BLOCK_N=tiles.ROW_BLOCK,
     )
     return terms, has_grad
-
-
-def _stride(grad: Tensor | None) -> int:
-    return 0 if grad is None else grad.stride(0)
 
 
 @triton.jit(do_not_specialize=["N", "temperature", "logits_factor", "ignore_index", "vocab_start", "num_columns"])
@@ -216,9 +210,6 @@ def _write_outputs_kernel(
         tl.store(outputs.max_logit + offs_n, max_logit, mask=mask)
         tl.store(outputs.min_logit + offs_n, _in_nats(min_logit, to_nats), mask=mask)
         tl.store(outputs.argmax + offs_n, argmax.to(tl.int64), mask=mask)
-
-
-_STRIDES = ("grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "grad_mean_logit_stride")
 
 
 @triton.jit(do_not_specialize=["N", *_STRIDES, "slope"])

