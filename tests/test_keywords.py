@@ -32,7 +32,8 @@ def test_options_and_typed_keywords_are_those_of_the_operations():
     types = get_type_hints(Options)
     own, _ = keyword_only(megatron_lce.linear_cross_entropy)
     assert own == {field.name: (types[field.name], field.default) for field in fields(Options)}
-    assert [get_type_hints(other) for other in keyword_only(model_loss)[1]] == [types]
+    of_model, (other,) = keyword_only(model_loss)
+    assert get_type_hints(other) | {name: hint for name, (hint, _) in of_model.items()} == types
 
     of_logits = but(types, LABELS | CACHE)
     divergence = {name: hint for name, hint in types.items() if name in OF_DIVERGENCE} | {

@@ -14,12 +14,6 @@ from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 CROSS_ENTROPY = TokenCrossEntropy()
 
 
-class ModelLossOptions(TokenLossOptions, total=False):
-    """Keywords of `linear_cross_entropy`."""
-
-    logits_cache_bytes: int | None
-
-
 def model_loss(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]
@@ -27,7 +21,9 @@ def model_loss(
     formula: TokenCrossEntropy = CROSS_ENTROPY,
     upstream: UpstreamCheck | None = None,
     counted: Tensor | None = None,  # [...] bool
-    **options: Unpack[ModelLossOptions],
+    *,
+    logits_cache_bytes: int | None = None,
+    **options: Unpack[TokenLossOptions],
 ) -> tuple[Tensor, LinearCrossEntropyOutput]:
     """The loss of each token, fp32 of labels' shape, and the outputs.
 
@@ -39,7 +35,8 @@ def model_loss(
         RuntimeError: in backward if the upstream gradient was said to be one number and is not, and in a second one
             after gradients were computed in forward.
     """
-    with checked_together("model_loss", hidden, weight, labels, Options(**options)) as checks:
+    given = Options(logits_cache_bytes=logits_cache_bytes, **options)
+    with checked_together("model_loss", hidden, weight, labels, given) as checks:
         checks.head()
         checks.rest()
         if counted is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.call_plan import Plan, plan_call
 from megatron_lce.core.eager import without_autocast
-from megatron_lce.core.head_gradients import HeadGradients
+from megatron_lce.core.head_gradients import GradLogits, HeadGradients
 from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.losses import KnownLosses, Losses
 from megatron_lce.core.plan import HeadSize
@@ -30,7 +30,7 @@ from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.tokens import TokenBlock, Tokens, tokens_in_blocks
 
 
-class Source(Protocol):
+class Source(GradLogits, Protocol):
     """What one head and two heads differ in, for some rows: all computed ones, or a block's. A dataclass."""
 
     name: ClassVar[str]
@@ -57,7 +57,7 @@ class Source(Protocol):
         """Return some of the rows."""
 
     def of_block(self, *blocks: TokenBlock) -> Self:
-        """Return the rows of a block, with their hidden states: `GradLogits`. The last one takes the cache along."""
+        """Return the rows of a block, with their hidden states. The last one takes the cache along."""
 
     def parts_with_stats(self, plan: Plan) -> Iterator[Self]:
         """Fill the block's statistics: launches and exchanges. Yield rows as soon as theirs are complete."""
@@ -67,12 +67,6 @@ class Source(Protocol):
 
     def find_terms(self, upstream: dict[str, Tensor | None]) -> None:
         """Turn upstream gradients into terms, which any logit's gradient follows from."""
-
-    def take_cached(self) -> Tensor | None:
-        """Return the block's finished gradients, as in `GradLogits`."""
-
-    def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
-        """Recompute a slab of the block's logits, and write their gradients, as in `GradLogits`."""
 
 
 class Forward(NamedTuple):
