@@ -128,7 +128,8 @@ def ignored_labels(rows: slice, shape: tuple[int, ...] | int, device: torch.devi
 def workspace_of(tokens: int, inputs: JsdInputs, backend: str) -> int:
     """Bytes that both heads' logits of so many tokens take, and half as many: gradients, copies."""
     num_columns, device = inputs.student_weight.shape[0], inputs.student_hidden.device
-    per_token = load_backend(backend, device).divergence_scratch_bytes(num_columns)
+    scratch = load_backend(backend, device).scratch_bytes(inputs.student_hidden, inputs.student_weight, False)
+    per_token = 6 * 4 * min(num_columns, scratch.divergence_columns)
     wide = max(4 * inputs[i].shape[-1] * (inputs[i].dtype != torch.float32) for i in (0, 2))
     copied = wide if device.type == "cpu" else 0
     return int(1.5 * tokens * (slab_row_stride(num_columns) * 8 + per_token + copied)) + COLUMN_STEP * copied

@@ -130,9 +130,6 @@ class Backend(Protocol):
         Columns outside [0, C) are skipped. The others are distinct within a row.
         """
 
-    def divergence_scratch_bytes(self, num_columns: int) -> int:
-        """Return the bytes per token that the next three functions allocate for products with so many columns."""
-
     # They read the products of student and teacher with C columns, [2, N, C] fp32, rows a multiple of `SLAB_ROW_STEP`
     # apart. `stats` [10 or 13, N] is packed `DivergenceStats`.
 

@@ -65,6 +65,7 @@ class ScratchBytes(NamedTuple):
     stats_per_column: int = 0  # bytes of a copied row of the weight for statistics
     slab_per_token: int = 0  # bytes of a copied row of hidden for a slab
     slab_per_column: int = 0  # bytes of a copied row of the weight for a slab
+    divergence_columns: int = 0  # whose divergences are computed at once, in six fp32 numbers for each token
 
 
 def fp32_scratch_bytes(hidden_size: int, hidden_parts: int, chunk_columns: int) -> ScratchBytes:
@@ -149,13 +150,12 @@ class HeadSize(NamedTuple):
             raise ValueError(f"workspace_bytes must be at least {min_bytes} for {heads}, got {workspace_bytes}")
 
 
-def size_of_two_heads(student: HeadSize, reading_bytes: int, copied_row: int = 0) -> HeadSize:
+def size_of_two_heads(student: HeadSize, copied_row: int = 0) -> HeadSize:
     """Return the student's sizes with the products of both heads as the only intermediates.
 
-    `reading_bytes`: bytes per token that the backend allocates to read products with all columns. `copied_row`: bytes
-    of a row of the fp32 copies that products make of a head, on CPUs.
+    `copied_row`: bytes of a row of the fp32 copies that products make of a head, on CPUs.
     """
-    reading_bytes += copied_row
+    reading_bytes = copied_row + 6 * 4 * min(student.max_columns, student.scratch.divergence_columns)
     per_logit = 2 * 4  # bytes of both products, in fp32
     row_bytes = reading_bytes + slab_row_stride(student.max_columns) * per_logit
     scratch = ScratchBytes(

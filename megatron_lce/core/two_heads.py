@@ -74,8 +74,7 @@ class TwoHeads:
     def size(self) -> HeadSize:
         call, heads = self.call, (self.call.head, self.teacher)
         copied_row = max(4 * head.hidden.shape[1] * copies_to_fp32(head.hidden) for head in heads)
-        reading_bytes = call.backend.divergence_scratch_bytes(call.shard.max_columns)
-        return size_of_two_heads(call.size, reading_bytes, copied_row)
+        return size_of_two_heads(call.size, copied_row)
 
     def take_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> None:
         call, self.rows = self.call, rows

@@ -17,21 +17,17 @@ from megatron_lce.core.plan import slices
 from megatron_lce.core.statistics import LN_2
 
 _LARGEST_RATIO = 126.0  # bound of log2 of a ratio of probabilities
-_CHUNK_COLUMNS = 1024  # columns of a chunk
-
-
-def divergence_scratch_bytes(num_columns: int) -> int:
-    return 6 * 4 * min(num_columns, _CHUNK_COLUMNS)  # six fp32 numbers a logit
+CHUNK_COLUMNS = 1024  # columns of a chunk
 
 
 def divergence_softmaxes(heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
-    of_chunks = [_chunk_stats(heads, part) for part in raw_logits.split(_CHUNK_COLUMNS, dim=2)]
+    of_chunks = [_chunk_stats(heads, part) for part in raw_logits.split(CHUNK_COLUMNS, dim=2)]
     stats[:SOFTMAX_ROWS] = merged_softmaxes(torch.stack(of_chunks))
 
 
 def divergence_sums(heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
     of_chunks = [
-        _chunk_divergence(heads, raw_logits, columns, stats) for columns in slices(raw_logits.shape[2], _CHUNK_COLUMNS)
+        _chunk_divergence(heads, raw_logits, columns, stats) for columns in slices(raw_logits.shape[2], CHUNK_COLUMNS)
     ]
     rows = DivergenceStats(*stats)
     for name in of_chunks[0]:
@@ -39,7 +35,7 @@ def divergence_sums(heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
 
 
 def divergence_grad_logits(heads: Heads, raw_logits: Tensor, stats: Tensor, gradient: Tensor) -> None:
-    for columns in slices(raw_logits.shape[2], _CHUNK_COLUMNS):
+    for columns in slices(raw_logits.shape[2], CHUNK_COLUMNS):
         _chunk_gradient(heads, raw_logits[:, :, columns], stats, gradient[:, columns])
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from megatron_lce.backends.torch import divergence
 from megatron_lce.backends.torch.divergence import (
     divergence_grad_logits,
-    divergence_scratch_bytes,
     divergence_softmaxes,
     divergence_sums,
 )
@@ -42,6 +42,7 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, telemetry: Telemetry) -> Scrat
         stats_per_column=weight_row,
         slab_per_token=hidden_row,
         slab_per_column=weight_row,
+        divergence_columns=divergence.CHUNK_COLUMNS,
     )
 
 

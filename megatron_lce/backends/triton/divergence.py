@@ -33,10 +33,6 @@ class _Head(NamedTuple):
     softcap_scale: float | None
 
 
-def divergence_scratch_bytes(num_columns: int) -> int:
-    return 0
-
-
 def divergence_softmaxes(heads: Heads, raw_logits: Tensor, stats: Tensor) -> None:
     _launch(_softmaxes_kernel, heads, raw_logits, stats)
 

@@ -2,7 +2,6 @@
 
 from megatron_lce.backends.triton.divergence import (
     divergence_grad_logits,
-    divergence_scratch_bytes,
     divergence_softmaxes,
     divergence_sums,
 )
