@@ -1,5 +1,7 @@
 """`linear_cross_entropy`: checks the arguments, chooses a backend, and runs it."""
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -114,26 +116,8 @@ def linear_cross_entropy(
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
         RuntimeError: in backward with `create_graph=True`.
     """
-    options = Options(
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        temperature=temperature,
-        logits_scale=logits_scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        entropy=entropy,
-        telemetry=telemetry,
-        logits_dtype=logits_dtype,
-        candidates=candidates,
-        skip_ignored=skip_ignored,
-        logits_cache_bytes=logits_cache_bytes,
-        workspace_bytes=workspace_bytes,
-        reduce_grad_hidden=reduce_grad_hidden,
-        backend=backend,
-        weight_grad_sink=weight_grad_sink,
-    )
+    given = locals()
+    options = Options(**{field.name: given[field.name] for field in fields(Options)})  # named once, in the signature
     with checked_together("linear_cross_entropy", hidden, weight, labels, options, takes_dtensors=True) as checks:
         checks.head()
         checks.rest()
