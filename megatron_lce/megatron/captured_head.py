@@ -108,8 +108,13 @@ class CapturedHead:
         rows = [call.labels_of_rows(labels, given, depth) for depth in range(len(self.mtp_heads) + 1)]
         return (torch.stack(rows) != ignore_index).all(dim=0)
 
-    def linear_cross_entropy(
-        self, labels: Tensor, *, logits_cache_bytes: int | None = None, **options: Unpack[kw.TokenLossOptions]
+    def linear_cross_entropy(  # type: ignore[misc]
+        self,
+        labels: Tensor,
+        temperature: float | Tensor = 1.0,  # by position, too, as other projects call it
+        *,
+        logits_cache_bytes: int | None = None,
+        **options: Unpack[kw.TokenLossOptions],
     ) -> LinearCrossEntropyOutput:
         """Return `megatron_lce.linear_cross_entropy` of the captured head.
 
@@ -117,7 +122,8 @@ class CapturedHead:
         vocabulary take part, as in Megatron, unless `vocab_size` is given.
         """
         with self._captured() as call:
-            return call.run(linear_cross_entropy, labels, logits_cache_bytes=logits_cache_bytes, **options)
+            given = {"temperature": temperature, "logits_cache_bytes": logits_cache_bytes, **options}
+            return call.run(linear_cross_entropy, labels, **given)
 
     def linear_token_loss(
         self,

@@ -27,7 +27,7 @@ def assert_gradients(model, loss, exact_loss):
 def test_outputs_are_those_of_the_models_logits(model, device, tensors, labels):
     temperature = torch.linspace(0.5, 2, labels.numel(), device=device).view_as(labels)
     head = captured(model, tensors)
-    out = head.linear_cross_entropy(labels, temperature=temperature, telemetry=True, backend="torch")
+    out = head.linear_cross_entropy(labels, temperature, telemetry=True, backend="torch")
     logits = exact_logits(head) / temperature.double().unsqueeze(-1)
     distribution = torch.distributions.Categorical(logits=logits)
     logprobs, entropy, mean_logit = distribution.log_prob(labels), distribution.entropy(), logits.mean(-1)
