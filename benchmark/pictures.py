@@ -8,17 +8,12 @@ from benchmark.results import extra_gib, measured
 
 BLUE, ORANGE, GREY, DARK = "#2563eb", "#d97706", "#9ca3af", "#4b5563"
 STEPS = {  # of a whole step: name and colour
+    "native": ("Megatron", GREY),
     "native-fused": ("Megatron, fused\ncross-entropy", GREY),
     "te": ("Megatron, with\nTransformerEngine's loss", DARK),
     "ours": ("megatron-lce", BLUE),
-    "ours-known": ("megatron-lce,\nknown_loss=True", ORANGE),
 }
-MASKED_STEPS = {
-    "native-fused": STEPS["native-fused"],
-    "te": STEPS["te"],
-    "ours-skip": ("megatron-lce, masked\ntokens skipped", BLUE),
-    "ours-known-skip": ("... and\nknown_loss=True", ORANGE),
-}
+MASKED_STEPS = STEPS | {"ours": ("megatron-lce", BLUE), "ours-skip": ("megatron-lce, masked\ntokens skipped", ORANGE)}
 
 
 def step(document: dict) -> Any:
@@ -38,31 +33,11 @@ def step(document: dict) -> Any:
     return figure
 
 
-def masked(document: dict) -> Any:
-    """Time of a training step over the share of masked tokens."""
-    figure, ((axis,),) = _figure(1, 1, (8, 3.8))
-    ways = {name: STEPS[name] for name in ("native-fused", "te")}
-    ways |= {"ours-skip": STEPS["ours"], "ours-known-skip": STEPS["ours-known"]}
-    lines = []
-    for name, (title, color) in ways.items():
-        records = measured(document, "steps", variant=name, tokens=8192)
-        lines.append((title, color, sorted((100 * x["masked"], x["time_ms"]) for x in records)))
-    _lines(axis, lines)
-    axis.set(
-        title="Training step of 8,192 tokens, TP=1; megatron-lce skips masked ones",
-        xlabel="% of the tokens masked",
-        ylabel="ms",
-        xlim=(-2, 133),
-    )
-    axis.set_ylim(0, 1.15 * axis.dataLim.y1)
-    axis.set_xticks(range(0, 100, 30))
-    return figure
-
-
 def memory(document: dict) -> Any:
     """Memory of one head over its tokens, beyond the gradients."""
     figure, ((axis,),) = _figure(1, 1, (8, 4.2))
-    heads = {"megatron": ("Megatron, fused\ncross-entropy", GREY), "ours": ("megatron-lce", BLUE)}
+    heads = {"megatron": ("Megatron, fused\ncross-entropy", GREY)}
+    heads["ours"] = ("megatron-lce,\nlogits_cache_bytes=0", BLUE)
     heads["compile"] = ("torch.compile", DARK)
     lines = []
     for name, (title, color) in heads.items():
@@ -105,7 +80,7 @@ def training(document: dict) -> Any:
         "native": ("Megatron, fused cross-entropy", GREY),
         "native-again": ("Megatron, sums in another order", DARK),
     }
-    names |= {"flag": STEPS["ours"], "known": STEPS["ours-known"], "flag-0": STEPS["ours-known"]}
+    names |= {"flag": STEPS["ours"], "known": ("megatron-lce, gradients\nin forward", ORANGE)}
     native = runs["native"]["losses"]
     above.plot(range(1, len(native) + 1), native, color=GREY, linewidth=5, label=names["native"][0])
     for name in (name for name in names if name in runs and name != "native"):
@@ -140,7 +115,6 @@ def _mean(values: Sequence[float]) -> float:
 
 PICTURES: dict[str, tuple[str, Callable[[dict], Any]]] = {  # the results' file, and what draws it
     "step": ("steps_tp", step),
-    "masked": ("masked", masked),
     "memory": ("memory", memory),
     "distillation": ("jsd", distillation),
     "training": ("training", training),

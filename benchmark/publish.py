@@ -32,10 +32,12 @@ STEPS = {  # without `te-overwrite`, which needs a patched Megatron
     "native-fused": "Megatron, fused cross-entropy",
     "te": "Megatron, TransformerEngine's cross-entropy",
     "ours": "megatron-lce",
-    "ours-known": "megatron-lce, `known_loss=True`",
-    "ours-cached": "megatron-lce, all logits cached",
+    "ours-0": "megatron-lce, `logits_cache_bytes=0`",
     "ours-skip": "megatron-lce, `skip_masked=True`",
-    "ours-known-skip": "megatron-lce, `known_loss=True, skip_masked=True`",
+}
+STEPS_BEFORE = {name: STEPS[name] for name in ("native", "native-fused", "te")} | {  # of version 0.3.0
+    "ours-cached": "megatron-lce 0.3.0, all logits kept",
+    "ours-known-skip": "megatron-lce 0.3.0, gradients in forward, masked tokens skipped",
 }
 HEADS = {
     "megatron": "Megatron, fused cross-entropy",
@@ -44,8 +46,13 @@ HEADS = {
     "liger": "Liger, portable Triton head",
     "verl": "verl's fused kernel",
     "ours": "megatron-lce",
-    "ours-cached": "megatron-lce, all logits cached",
+    "ours-0": "megatron-lce, `logits_cache_bytes=0`",
     "ours-token-640": "megatron-lce, `linear_token_loss`",
+}
+HEADS_BEFORE = {name: HEADS[name] for name in ("megatron", "te", "verl")} | {  # of version 0.3.0
+    "ours": "megatron-lce 0.3.0, logits recomputed",
+    "ours-cached": "megatron-lce 0.3.0, all logits kept",
+    "ours-token-640": "megatron-lce 0.3.0, `linear_token_loss`",
 }
 JSD_HEADS = {
     "compile": "torch.compile",
@@ -131,7 +138,7 @@ def of_sizes(document: dict, section: str) -> list[int]:
 
 def first_step(document: dict) -> str:
     """The README's: time and memory at 16,384 tokens, and the same with 60 % of them masked."""
-    names = ("native-fused", "te", "ours", "ours-known", "ours-skip", "ours-known-skip")
+    names = ("native", "native-fused", "te", "ours", "ours-skip")
     tp = of_sizes(document, "steps")[-1]
     columns: dict[str, Column] = {}
     for masked, suffix in ((0.0, ""), (0.6, ", 60 % masked")):
@@ -141,19 +148,19 @@ def first_step(document: dict) -> str:
     return table(document, f"training step, TP={tp}", "steps", "variant", titles, columns)
 
 
-def steps(document: dict) -> str:
+def steps(document: dict, titles: Titles, with_tp: bool = True) -> str:
     """Of 16,384 tokens, with those of several GPUs."""
-    document, columns = {"steps": document["steps"] + result("steps_tp")["steps"]}, {}
+    document, columns = {"steps": document["steps"] + (result("steps_tp")["steps"] if with_tp else [])}, {}
     for tp, (masked, suffix) in itertools.product(of_sizes(document, "steps"), ((0.0, ""), (0.6, ", 60 % masked"))):
         columns[f"TP={tp}{suffix}"] = ({"tp": tp, "tokens": 16384, "masked": masked}, step_both)
-    return table(document, "training step: ms, GiB", "steps", "variant", STEPS, columns)
+    return table(document, "training step: ms, GiB", "steps", "variant", titles, columns)
 
 
-def policy(document: dict, sizes: slice = slice(None)) -> str:
+def policy(document: dict) -> str:
     """The head of a policy update, with and without an entropy term."""
     columns: dict[str, Column] = {}
     for tp, (coefficient, title) in itertools.product(
-        of_sizes(document, "policy")[sizes], ((0, "logprobs"), (0.001, "with entropy"))
+        of_sizes(document, "policy"), ((0, "logprobs"), (0.001, "with entropy"))
     ):
         columns[f"TP={tp}, {title}"] = ({"tp": tp, "entropy_coeff": coefficient}, head_both)
     return table(document, "head of a policy update: ms, GiB", "policy", "provider", POLICY, columns)
@@ -179,15 +186,14 @@ def chunked(document: dict) -> str:
     return table(document, f"{first['shape']}, TP={first['tp']}: ms, GiB", "chunked", "variant", CHUNKED, columns)
 
 
-def heads(document: dict) -> str:
-    """Of one GPU, with those of four; in front the sum of their three products."""
-    shapes = {"TP=1": (document, "S1"), "TP=4": (result("heads_tp"), "16384x4096x151936 TP=4")}
-    both, columns, products = {"times": [x for of, _ in shapes.values() for x in of["times"]]}, {}, []
-    for (title, (of, shape)), mode in itertools.product(shapes.items(), ("rl", "sft")):
+def heads(document: dict, shape: str, title: str, titles: Titles) -> str:
+    """Of one shape; in front the sum of its three products."""
+    columns: dict[str, Column] = {}
+    for mode in ("rl", "sft"):
         columns[f"{title}, {mode.upper()}"] = ({"shape": shape, "mode": mode}, head_both)
-        products += [f"{ms:.1f}" for ms in limits_ms(of, {"shape": shape})[:1]] or ["-"]
-    header, rule, *rows = table(both, "ms, GiB", "times", "provider", HEADS, columns).splitlines(keepends=True)
-    return "".join([header, rule, f"| the three matmuls, cuBLAS | {' | '.join(products)} |\n", *rows])
+    products = f"{limits_ms(document, {'shape': shape})[0]:.1f}"
+    header, rule, *rows = table(document, "ms, GiB", "times", "provider", titles, columns).splitlines(keepends=True)
+    return "".join([header, rule, f"| the three matmuls, cuBLAS | {products} | {products} |\n", *rows])
 
 
 def errors(document: dict) -> str:
@@ -208,10 +214,16 @@ def distillation(document: dict) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {  # the results' file, and what makes the table
     "first_step": ("steps_tp", first_step),
-    "first_policy": ("policy", partial(policy, sizes=slice(-1, None))),
-    "policy": ("policy", policy),
-    "steps": ("steps", steps),
-    "heads": ("heads", heads),
+    "first_policy": ("policy", policy),
+    "policy_before": ("policy_tp4", policy),
+    "steps": ("steps", partial(steps, titles=STEPS)),
+    "steps_before": ("steps_tp4", partial(steps, titles=STEPS_BEFORE, with_tp=False)),
+    "chunked": ("chunked", chunked),
+    "heads": ("heads", partial(heads, shape="S1", title="TP=1", titles=HEADS)),
+    "heads_before": (
+        "heads_tp",
+        partial(heads, shape="16384x4096x151936 TP=4", title="TP=4", titles=HEADS_BEFORE),
+    ),
     "errors": ("heads", errors),
     "distillation": ("jsd", distillation),
 }

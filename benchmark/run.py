@@ -36,7 +36,7 @@ class Run(NamedTuple):
     order: int = 0  # the text's and the weights' own; else the seed of a shuffle
 
 
-RUNS = {"native": Run("native-fused"), "flag": Run("ours"), "flag-0": Run("ours-0")}
+RUNS = {"native": Run("native-fused"), "flag": Run("ours"), "known": Run("ours-known")}
 RUNS["native-again"] = Run("native-fused", order=1)
 
 

@@ -12,7 +12,12 @@ def test_a_step_that_had_no_room_is_told():
     records = [
         {"provider": "compile", "mode": mode, "shape": "S1", "status": "out of memory"} for mode in ("rl", "sft")
     ]
-    assert "| torch.compile | out of memory | out of memory | -" in publish.heads({"times": records})
+    products = [
+        {"shape": "S1", "status": "ok"} | {f"{of}_ms": [1.0] for of in ("logits", "grad_hidden", "grad_weight")}
+    ]
+    assert "| torch.compile | out of memory | out of memory |" in publish.heads(
+        {"times": records, "products": products}, "S1", "TP=1", publish.HEADS
+    )
 
 
 def test_the_table_of_verl():
