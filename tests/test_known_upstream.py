@@ -165,6 +165,14 @@ def test_where_all_logits_are_kept_any_upstream_is_right(problem):
         assert passes.upstream.known is known
 
 
+@pytest.mark.parametrize("known", [None, True])
+def test_no_tokens(known, problem):
+    problem = problem._replace(hidden=problem.hidden[:0], labels=problem.labels[:0])
+    losses, gradients, _ = Passes(problem, known).run(ONE[:0])
+    assert losses.shape == (0,)
+    assert not any(gradient.any() for gradient in gradients)
+
+
 def test_nothing_is_taken_in_forward_that_saves_no_product(problem):
     """In fp32 logits are computed twice in any case."""
     problem = problem._replace(hidden=problem.hidden.float(), weight=problem.weight.float())

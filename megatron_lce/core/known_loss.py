@@ -56,7 +56,7 @@ def token_cross_entropies(
     Without `upstream` any upstream gradient is right. `counted`, bool of `call.shape`: see `UpstreamCheck`; None: all.
     """
     source, needs, options = OneHead(call), needed_gradients(call), call.options
-    if upstream is None or not any(needs):
+    if upstream is None or not any(needs) or not call.labels.numel():
         out = outputs_with_gradient(source)
         return formula(out), out
     valid = call.labels != options.ignore_index
