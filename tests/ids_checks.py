@@ -24,6 +24,7 @@ from tests.oracle import (
 )
 from tests.roundings import (
     EPS,
+    FORM,
     ROUNDING,
     Logits,
     Terms,
@@ -63,11 +64,8 @@ def exact_logits(share: Share) -> Exact:
     logits = (logits / temperature.nan_to_num(1.0)).masked_fill(~usable[..., None], torch.nan)
     factor = (scale / temperature).nan_to_num(0, 0, 0)
     uncapped = float((products.detach() * factor).abs().max()) if products.numel() else 0.0
-    names = ("temperature", "logits_scale", "softcap", "logits_dtype")
-    form = {name: keywords[name] for name in names if name in keywords}
-    if isinstance(form.get("temperature"), Tensor):
-        form["temperature"] = form["temperature"].flatten()
-    as_rounded = make_logits(hidden.flatten(0, -2), weight[: keywords["vocab_size"]], **form)
+    form = {name: keywords[name] for name in FORM if name in keywords}
+    as_rounded = make_logits(hidden, weight[: keywords["vocab_size"]], **form)
     return Exact(leaves, products, logits, factor, usable, as_rounded, 8 * EPS * (1 + uncapped))
 
 

@@ -281,5 +281,4 @@ def _logits(inputs: JsdInputs, **keywords: Any) -> Iterator[Logits]:
     heads = zip(("student", "teacher"), (inputs[:2], inputs[2:4]), temperatures, strict=True)
     for head, (hidden, weight), temperature in heads:
         form = keywords.get(f"{head}_logits_scale", 1.0), keywords.get(f"{head}_softcap")
-        divisor = temperature.flatten() if isinstance(temperature, Tensor) else temperature
-        yield make_logits(hidden.flatten(0, -2), weight[:size], divisor, *form)
+        yield make_logits(hidden, weight[:size], temperature, *form)

@@ -13,6 +13,7 @@ from megatron_lce.core.options import LinearCrossEntropyOutput
 from tests.reference import reference_linear_cross_entropy
 from tests.roundings import (
     EPS,
+    FORM,
     Logits,
     Terms,
     make_logits,
@@ -181,20 +182,14 @@ def _logits_and_terms(
     hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Upstream, **keywords: Any
 ) -> tuple[Logits, Terms]:
     """What roundings follow from."""
-    temperature, candidates = keywords.get("temperature", 1.0), keywords.get("candidates")
-    if isinstance(temperature, Tensor):
-        temperature = temperature.flatten()
-    form = {name: keywords[name] for name in ("logits_scale", "softcap", "logits_dtype") if name in keywords}
-    logits = make_logits(
-        hidden.reshape(-1, hidden.shape[-1]), weight[: keywords.get("vocab_size")], temperature, **form
-    )
+    form = {name: keywords[name] for name in FORM if name in keywords}
+    logits = make_logits(hidden, weight[: keywords.get("vocab_size")], **form)
     taken = upstream._replace(
         entropy=upstream.entropy if keywords.get("entropy", True) else None,
         mean_logit=upstream.mean_logit if keywords.get("telemetry") else None,
     )
     labels = labels.flatten()
-    candidates = candidates if candidates is None else candidates.flatten(0, -2)
-    terms = terms_of_cross_entropy(logits, labels, taken, candidates)
+    terms = terms_of_cross_entropy(logits, labels, taken, keywords.get("candidates"))
     counted = labels[:, None] != keywords.get("ignore_index", -100)
     return logits, Terms(*(of.where(counted, 0.0) for of in terms if of is not None))
 

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 EPS = torch.finfo(torch.float32).eps
 ROUNDING = EPS**2 / 12  # variance of one in fp32, relative to the square of the number
+FORM = ("temperature", "logits_scale", "softcap", "logits_dtype")  # keywords of `make_logits`
 OF_FUNCTION = 16  # roundings that an exponential or a logarithm, wrong by two units, is worth
 
 
@@ -65,20 +66,19 @@ class Terms(NamedTuple):
 
 
 def make_logits(
-    hidden: Tensor,  # [N, H]
+    hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V, H]
-    temperature: float | Tensor = 1.0,  # [N] if a tensor
+    temperature: float | Tensor = 1.0,
     logits_scale: float = 1.0,
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> Logits:
-    hidden, weight = hidden.double(), weight.double()
+    hidden, weight = hidden.double().reshape(-1, hidden.shape[-1]), weight.double()
     products = hidden @ weight.T
     if logits_dtype is not None:
         products = products.to(logits_dtype).double()
-    divisor = torch.as_tensor(temperature, dtype=torch.float64, device=hidden.device)
+    divisor = torch.as_tensor(temperature, dtype=torch.float64, device=hidden.device).reshape(-1, 1)
     divisor = torch.where((divisor > 0) & divisor.isfinite(), divisor, torch.inf)
-    divisor = divisor[:, None] if divisor.dim() else divisor
     value = products * logits_scale
     variance = logits_scale**2 * variance_of_sums(hidden, weight.T)
     slope, of_slope = torch.ones_like(value), torch.zeros_like(value)
@@ -104,6 +104,7 @@ def terms_of_cross_entropy(logits: Logits, labels: Tensor, upstream: Any, candid
     others = of_logprobs * at_label + of_mean / (last + 1)
     of_p, at_ids = of_logprobs + of_lse, torch.zeros_like(p)
     if candidates is not None and upstream.candidate_logprobs is not None:
+        candidates = candidates.reshape(-1, candidates.shape[-1])
         of_ids = upstream.candidate_logprobs.double().abs().view_as(candidates).where(candidates >= 0, 0.0)
         others = others.scatter_add(1, candidates.clamp(0, last), of_ids)
         at_ids.scatter_add_(1, candidates.clamp(0, last), (candidates >= 0).double()).clamp_(max=1)
@@ -177,7 +178,7 @@ def roundings_of_gradients(
     """Variances that add up to those of hidden's [..., V + H] and the weight's gradient [V, N + H]."""
     leading, dtypes = hidden.shape[:-1], (hidden.dtype, weight.dtype)
     dtype = dtype or torch.promote_types(*dtypes)
-    hidden, gradient = (of.reshape(-1, of.shape[-1]) for of in (hidden.double(), gradient))
+    gradient, hidden = (of.double().reshape(-1, of.shape[-1]) for of in (gradient, hidden))
     weight = weight.double()
     usual = ~gradient.isnan().any(-1, keepdim=True)
     gradient = gradient.where(usual, 0.0)
