@@ -11,13 +11,14 @@ from megatron_lce.core import two_heads
 from tests.jsd_oracle import (
     JsdInputs,
     evaluate_jsd,
+    jsd_comparisons,
     log_probabilities,
     make_inputs,
     materialised_jsd,
     weighted_jsd,
 )
 from tests.live_bytes import Products
-from tests.oracle import largest_error, relative_error
+from tests.oracle import assert_within, largest_error, relative_error
 from tests.problems import BETAS, ignored_labels, workspace_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -139,14 +140,12 @@ def test_an_ignored_token_of_a_loss_is_left_out(backend, device):
     """Whatever is in it."""
     inputs = make_inputs(12, 8, 12, 30, device)
     inputs.upstream[:5] = 0.0
-    clean = inputs.run(backend, weighted=True)
+    clean = inputs._replace(student_hidden=inputs.student_hidden.clone())
     inputs.student_hidden[2] = math.nan
     for skip in (True, 7):
         result = inputs.run(backend, weighted=True, skip_ignored=skip)
-        torch.testing.assert_close(result.loss, clean.loss)
         assert not result.grad_hidden[:5].any()
-        if skip is True:  # a CPU's library may take another order of sums for seven rows than for twelve
-            torch.testing.assert_close(result.grad_weight, clean.grad_weight, rtol=1e-6, atol=1e-7)
+        assert_within(jsd_comparisons(result, clean))
 
 
 def test_backward_scales_what_forward_made_once(backend, device):
