@@ -1,4 +1,4 @@
-"""Fused linear cross-entropy for Megatron-LM: the loss of a vocab-sharded head without its logits."""
+"""Fused linear cross-entropy for Megatron-LM: the loss of a vocab-sharded head in less memory and time."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -47,7 +47,7 @@ def linear_cross_entropy(
     backend: BackendName = "auto",
     weight_grad_sink: WeightGradSink | None = None,
 ) -> LinearCrossEntropyOutput:
-    """Per-token logprobs, entropy and log-sum-exp of a vocab-sharded LM head, without its logits.
+    """Per-token logprobs, entropy and log-sum-exp of a vocab-sharded LM head, without its fp32 logits.
 
     With `z = softcap * tanh(logits_scale * hidden @ weight.T / softcap) / temperature` over the whole vocabulary and
     `p = softmax(z)`, accumulated in fp32: `logprobs = log p[label]`, `lse = logsumexp(z)`,

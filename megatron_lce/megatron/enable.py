@@ -1,4 +1,4 @@
-"""`enable_fused_linear_ce`: a Megatron model's own loss, computed without its logits."""
+"""`enable_fused_linear_ce`: a Megatron model's own loss, computed by the fused head."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
