@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from megatron_lce.backends.choice import load_backend
-from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import round_up
-from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LN_2, LOG2_E, merge_extremes, unpack_extremes
 from tests.problems import all_equal, make_problem
 

@@ -98,7 +98,7 @@ def test_plugins_know_what_users_call():
 
 def test_kernels_know_torch_triton_and_plans_only():
     kernels = sorted(PACKAGE.glob("backends/triton/*.py"))
-    of_core = "plan matmul statistics options exp_cache lm_head rows divergence_types"
+    of_core = "plan matmul statistics options lm_head divergence_types"
     assert kernels
     assert not foreign(
         kernels, "triton", "megatron_lce.backends.triton", *(f"megatron_lce.core.{name}" for name in of_core.split())

@@ -17,9 +17,8 @@ from megatron_lce.core.divergence_types import (
     gradient_terms,
     merged_softmaxes,
 )
-from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.plan import slab_row_stride
-from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LN_2
 from tests.jsd_oracle import divergences_of_products
 from tests.oracle import TIMES_EAGER_FP32, largest_error, relative_error

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_lce
-from megatron_lce.core.exp_cache import new_cache
+from megatron_lce.core.lm_head import new_cache
 from megatron_lce.core.plan import HeadSize, ScratchBytes
 from tests.live_bytes import kept_bytes
 from tests.oracle import Upstream, assert_within, comparisons, oracle, relative_error

@@ -6,11 +6,9 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_lce.core.divergence_types import Heads
-from megatron_lce.core.exp_cache import ExpCache
-from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.lm_head import ExpCache, LMHead, RowInputs, RowSoftmax
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard, Telemetry
 from megatron_lce.core.plan import ScratchBytes
-from megatron_lce.core.rows import RowInputs, RowSoftmax
 
 
 class Backend(Protocol):

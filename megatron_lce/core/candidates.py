@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowSoftmax, RowTerms
+from megatron_lce.core.lm_head import LOWEST_LOG_P, RowInputs, RowSoftmax, RowTerms
 
 
 class CandidateGradients(NamedTuple):

@@ -10,9 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LN_2
 
 Kind = Literal["forward_kl", "reverse_kl", "tv", "jsd"]
@@ -61,7 +60,10 @@ class Heads(NamedTuple):
 
     def block(self, token_slice: slice, col_slice: slice) -> "Heads":
         """Return both heads of some tokens and some columns."""
-        student, teacher = (head.block(head.hidden[token_slice], col_slice) for head in (self.student, self.teacher))
+        student, teacher = (
+            head._replace(hidden=head.hidden[token_slice], weight=head.weight[col_slice])
+            for head in (self.student, self.teacher)
+        )
         student_scale, teacher_scale = self.scales
         scales = student_scale[token_slice], teacher_scale[token_slice]
         labels = None if self.labels is None else self.labels[token_slice]

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.eager import without_autocast
+from megatron_lce.core.lm_head import RowInputs
 from megatron_lce.core.row_index import RowIndex
-from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LN_2
 from megatron_lce.core.tokens import Tokens, tokens_in_blocks
 

@@ -15,7 +15,7 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.call_plan import Plan
 from megatron_lce.core.candidates import CandidateGradients, candidate_gradients, candidate_logprobs
 from megatron_lce.core.collectives import Pending
-from megatron_lce.core.exp_cache import ExpCache, new_cache
+from megatron_lce.core.lm_head import ExpCache, RowInputs, RowSoftmax, new_cache
 from megatron_lce.core.logits_at import csr_from_dense, logits_over_group
 from megatron_lce.core.options import (
     DIFFERENTIABLE_OUTPUTS,
@@ -25,7 +25,6 @@ from megatron_lce.core.options import (
 )
 from megatron_lce.core.plan import HeadSize, slices
 from megatron_lce.core.row_index import RowIndex
-from megatron_lce.core.rows import RowInputs, RowSoftmax
 from megatron_lce.core.statistics import merge_extremes, new_empty_stats
 from megatron_lce.core.tokens import TokenBlock
 
@@ -94,9 +93,10 @@ class OneHead:
 
     def parts_with_stats(self, plan: Plan) -> Iterator[Self]:
         call, hidden, shard = self.call, self.hidden.wait(), self.call.shard
+        weight = call.head.weight[: shard.num_columns]
         for tokens in slices(hidden.shape[0], plan.stats_tokens):
             stats = call.backend.softmax_stats(
-                call.head.block(hidden[tokens], slice(0, shard.num_columns)),
+                call.head._replace(hidden=hidden[tokens], weight=weight),
                 self.rows.select(tokens),
                 call.options,
                 vocab_start=shard.start,
@@ -159,9 +159,9 @@ class OneHead:
 
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Recompute the logits of a slab, and write their gradients."""
-        backend = self.call.backend
+        head, backend = self.call.head, self.call.backend
         backend.grad_logits(
-            self.call.head.block(self.hidden.wait()[token_slice], col_slice),
+            head._replace(hidden=self.hidden.wait()[token_slice], weight=head.weight[col_slice]),
             self.rows.select(token_slice),
             self.terms[:, token_slice],
             grad,

@@ -22,11 +22,10 @@ from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.call_plan import Plan, plan_call
 from megatron_lce.core.eager import without_autocast
 from megatron_lce.core.head_gradients import GradLogits, HeadGradients
-from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.losses import KnownLosses, Losses
 from megatron_lce.core.plan import HeadSize
 from megatron_lce.core.row_index import RowIndex
-from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.tokens import TokenBlock, Tokens, tokens_in_blocks
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce.core import collectives
+from megatron_lce.core.lm_head import RowInputs
 from megatron_lce.core.options import Options
-from megatron_lce.core.rows import RowInputs
 
 
 @dataclass(frozen=True)

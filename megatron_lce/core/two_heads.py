@@ -35,11 +35,10 @@ from megatron_lce.core.divergence_types import (
     merged_softmaxes,
     student_outputs,
 )
-from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.matmul import copies_to_fp32, matmul, with_zeros_behind
 from megatron_lce.core.plan import COLUMN_STEP, HeadSize, aligned_slices, size_of_two_heads, slab_row_stride, slices
 from megatron_lce.core.row_index import RowIndex
-from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.tokens import TokenBlock
 
 

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.options import Shard
 from megatron_lce.core.plan import slices
-from megatron_lce.core.rows import RowInputs
 
 
 def indexed_logits(

@@ -11,12 +11,10 @@ from megatron_lce.backends.torch.divergence import (
 )
 from megatron_lce.backends.torch.indexed_dot import bag_sums, indexed_logits, write_columns
 from megatron_lce.backends.torch.row_values import prepare_rows, row_terms, write_outputs
-from megatron_lce.core.exp_cache import ExpCache
-from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.lm_head import LOWEST_LOG_P, ExpCache, LMHead, RowInputs, RowTerms
 from megatron_lce.core.matmul import copies_to_fp32, matmul
 from megatron_lce.core.options import Options, Telemetry
 from megatron_lce.core.plan import ScratchBytes, slices
-from megatron_lce.core.rows import LOWEST_LOG_P, RowInputs, RowTerms
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
     FIXED_POINT_UNIT,
@@ -67,7 +65,7 @@ def softmax_stats(
     if upcast_row_bytes(hidden, weight.dtype):
         hidden = hidden.float()
     for out, columns in zip(stats, chunks, strict=True):
-        logits = logits_base2(head.block(hidden, columns), rows.scale)
+        logits = logits_base2(head._replace(hidden=hidden, weight=weight[columns]), rows.scale)
         out.copy_(chunk_stats(logits, rows.labels - columns.start, vocab_start + columns.start, entropy, telemetry))
     return stats
 

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_lce.core.lm_head import LMHead
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
-from megatron_lce.core.rows import (
+from megatron_lce.core.lm_head import (
     LOG_SUM_OF_IGNORED_ROW,
     SCALE_OF_IGNORED_ROW,
+    LMHead,
     RowInputs,
     RowSoftmax,
     RowTerms,
 )
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT, LN_2, unpack_extremes
 
 

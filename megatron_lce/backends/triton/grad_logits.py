@@ -22,10 +22,8 @@ from megatron_lce.backends.triton.dot_tile import (
 )
 from megatron_lce.backends.triton.fp32_split import split_fp32
 from megatron_lce.backends.triton.packed import row_terms_at
-from megatron_lce.core.exp_cache import ExpCache
-from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.lm_head import LOWEST_LOG_P, NUM_TERMS, ExpCache, LMHead, RowInputs
 from megatron_lce.core.plan import ceil_div, slab_row_stride
-from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, RowInputs
 
 _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 

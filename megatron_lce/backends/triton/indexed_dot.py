@@ -7,10 +7,9 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.dot_tile import rounded_to_bf16, tanh
-from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.options import Shard
 from megatron_lce.core.plan import ceil_div
-from megatron_lce.core.rows import RowInputs
 
 
 def indexed_logits(

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lce.core.rows import RowTerms
+from megatron_lce.core.lm_head import RowTerms
 from megatron_lce.core.statistics import Extremes
 
 

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.packed import extremes_at, row_terms_at, sums_at
-from megatron_lce.core.lm_head import LMHead
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
-from megatron_lce.core.plan import ceil_div
-from megatron_lce.core.rows import (
+from megatron_lce.core.lm_head import (
     LOG_SUM_OF_IGNORED_ROW,
     NUM_TERMS,
     SCALE_OF_IGNORED_ROW,
+    LMHead,
     RowInputs,
     RowSoftmax,
 )
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
+from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT, LN_2
 
 _LN_2 = tl.constexpr(LN_2)

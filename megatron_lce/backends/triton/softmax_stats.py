@@ -21,11 +21,9 @@ from megatron_lce.backends.triton.dot_tile import (
 )
 from megatron_lce.backends.triton.fp32_split import split_fp32
 from megatron_lce.backends.triton.packed import extremes_at, sums_at
-from megatron_lce.core.exp_cache import ExpCache
-from megatron_lce.core.lm_head import LMHead
+from megatron_lce.core.lm_head import ExpCache, LMHead, RowInputs
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import MIN_TOKENS, ceil_div, slices
-from megatron_lce.core.rows import RowInputs
 from megatron_lce.core.statistics import LOWEST_LOGIT, Extremes, num_stats
 
 _LABEL_LOGIT = Extremes._fields.index("label_logit")
