@@ -57,8 +57,9 @@ def _formulas(heads: Heads) -> dict[str, Any]:
 
 def _launch(kernel: Any, heads: Heads, raw_logits: Tensor, stats: Tensor, **extra: Any) -> None:
     _, num_tokens, num_columns = raw_logits.shape
-    programs = tiles.jsd_programs(num_columns)
-    block_n = tiles.block_rows(programs.block_n, num_tokens)
+    # A narrow shard fills fewer warps. Measured on Hopper at 151,936 columns.
+    block_v = min(4096, max(256, triton.next_power_of_2(num_columns)))
+    block_n = tiles.block_rows(1, num_tokens)
     pairs = zip(raw_logits, heads.scales, heads[:2], strict=True)
     student, teacher = (_Head(logits, scale, head.softcap_scale) for logits, scale, head in pairs)
     tiles.launch(
@@ -74,8 +75,8 @@ def _launch(kernel: Any, heads: Heads, raw_logits: Tensor, stats: Tensor, **extr
         row_stride=raw_logits.stride(1),
         stats_stride=stats.stride(0),
         BLOCK_N=block_n,
-        BLOCK_V=programs.block_v,
-        num_warps=programs.num_warps,
+        BLOCK_V=block_v,
+        num_warps=max(1, block_v // 256),
         **extra,
     )
 

@@ -12,7 +12,8 @@ from megatron_lce.backends.triton.fp32_split import LO_SCALE
 from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.plan import SLAB_ROW_STEP
 
-INTERPRETED = tl.constexpr(tiles.interpreting())  # fixed at kernel definition, so read once here
+# Triton's interpreter runs. It is fixed at kernel definition, so read once here.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PTX = tl.constexpr(tiles.has_ptx())
 HI_SUM_STEP = tl.constexpr(384)
 ROW_STEP = tl.constexpr(SLAB_ROW_STEP)

@@ -54,8 +54,12 @@ def merge_chunks(
     num_sets, rows_of_set, _ = all_extremes.shape
     extremes = stats.new_empty(num_extremes(telemetry), num_tokens)
     sums = stats.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
-    programs = tiles.merge_programs(num_tokens, mean=telemetry == "mean_logit")
-    block_n = tiles.block_rows(programs.block_n, num_tokens)
+    rows, block_s, num_warps = 8, 64, 1  # many small programs are fastest, unless they are few
+    if num_tokens <= 256:
+        rows, block_s, num_warps = 4, 512, 8
+    elif telemetry == "mean_logit" and num_tokens <= 4096:  # 44 us instead of 115 (2,048 rows, 1,187 chunks, an H100)
+        block_s, num_warps = 512, 8
+    block_n = tiles.block_rows(rows, num_tokens)
     tiles.launch(
         _merge_chunks_kernel,
         (ceil_div(num_tokens, block_n),),
@@ -74,9 +78,9 @@ def merge_chunks(
         ENTROPY=entropy,
         MEAN=bool(telemetry),
         TELEMETRY=telemetry is True,
-        BLOCK_S=programs.block_v,
+        BLOCK_S=block_s,
         BLOCK_N=block_n,
-        num_warps=programs.num_warps,
+        num_warps=num_warps,
     )
     return extremes, sums
 

@@ -50,9 +50,8 @@ def softmax_stats(
         return stats
     hidden, hidden_pow2 = split_fp32(hidden, tile.hidden_parts) if tile.hidden_parts else (hidden, None)
     exp, shift = (None, None) if cache is None else cache
-
-    def launch_stats(columns: slice) -> None:
-        """Fill the statistics of some columns. On return the parts of these columns are freed."""
+    step = max_copied_columns if tile.weight_parts and max_copied_columns else num_columns
+    for columns in slices(num_columns, step):  # one, unless the weight is split: then there is no cache
         slab, weight_pow2 = weight[columns], None
         if tile.weight_parts:
             slab, weight_pow2 = split_fp32(slab, tile.weight_parts)
@@ -84,10 +83,7 @@ def softmax_stats(
             BLOCK_V=tile.block_v,
             GROUP_N=32 if width <= 2048 else 16,  # larger groups read a wide weight less often (3 to 6 % on an H200)
         )
-
-    step = max_copied_columns if tile.weight_parts and max_copied_columns else num_columns
-    for columns in slices(num_columns, step):  # one, unless the weight is split: then there is no cache
-        launch_stats(columns)
+        del slab, weight_pow2  # the parts of these columns
     out = stats[0, _LABEL_LOGIT]  # after the statistics kernel, which fills it with -inf
     if hidden_pow2 is None:
         _label_logits(head, None, rows, out, tile)
@@ -104,7 +100,10 @@ def _label_logits(head: LMHead, hidden_pow2: Tensor | None, rows: RowInputs, out
     hidden, weight, label_rows, label_pow2 = head.hidden, head.weight, None, None
     if tile.weight_parts:
         label_rows, label_pow2 = split_fp32(weight.index_select(0, rows.labels.clamp(min=0)), tile.weight_parts)
-    tile = tiles.label_tile(tile)
+    # A square, whose diagonal is the label logits, no larger than the tile of the statistics.
+    block = min(tile.block_n, tile.block_v)
+    is_hopper = tile in (tiles.HOPPER_16_BIT, tiles.HOPPER_FEW_ROWS)
+    tile = tiles.HOPPER_LABELS if is_hopper else tile._replace(block_n=block, block_v=block)
     tiles.launch(
         _label_logits_kernel,
         (ceil_div(out.shape[0], tile.block_n),),

@@ -46,15 +46,6 @@ GROUP_N = 8  # row blocks that walk the vocabulary together, so that a weight ti
 ROW_BLOCK = 128  # rows of a program of the kernels over per-row values
 
 
-class RowPrograms(NamedTuple):
-    """Programs of a kernel that reads whole rows from memory."""
-
-    block_n: int  # rows of a program
-    block_v: int  # columns that it reads at a time, or chunks
-    num_warps: int
-    per_row: int = 1  # programs that share a row
-
-
 @lru_cache
 def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> Tiles:
     """Choose tiles by dtypes and device alone, so that the reductions of a token have the same bits in every call."""
@@ -72,35 +63,9 @@ def stats_tile(tile: Tiles, num_rows: int) -> Tiles:
     return HOPPER_FEW_ROWS if tile == HOPPER_16_BIT and num_rows <= HOPPER_FEW_ROWS.block_n else tile
 
 
-def label_tile(tile: Tiles) -> Tiles:
-    """Return the square tile whose diagonal is the label logits, no larger than the tile of the statistics."""
-    block = min(tile.block_n, tile.block_v)
-    return HOPPER_LABELS if tile in (HOPPER_16_BIT, HOPPER_FEW_ROWS) else tile._replace(block_n=block, block_v=block)
-
-
-def exp_programs(num_columns: int, chunk: int) -> RowPrograms:
-    """Choose programs over cached exponentials. They take 4 % longer than a copy (H200)."""
-    return RowPrograms(4, chunk, num_warps=2, per_row=ceil_div(ceil_div(num_columns, chunk), 4))
-
-
-def merge_programs(num_rows: int, mean: bool) -> RowPrograms:
-    """Choose programs over the statistics of chunks. Many small ones are fastest, unless they are few."""
-    if num_rows <= 256:
-        return RowPrograms(4, 512, num_warps=8)
-    if mean and num_rows <= 4096:  # 44 us where the last row takes 115 (2,048 rows, 1,187 chunks, an H100)
-        return RowPrograms(8, 512, num_warps=8)
-    return RowPrograms(8, 64, num_warps=1)
-
-
-def jsd_programs(num_columns: int) -> RowPrograms:
-    """Choose programs over two heads. A narrow shard fills fewer warps. Measured on Hopper at 151,936 columns."""
-    block_v = min(4096, max(256, triton.next_power_of_2(num_columns)))
-    return RowPrograms(1, block_v, num_warps=max(1, block_v // 256))
-
-
 def block_rows(on_gpu: int, num_rows: int) -> int:
     """Return the rows of a program: up to 128 in the interpreter, which runs Python code for each program."""
-    return min(128, triton.next_power_of_2(max(num_rows, 1))) if interpreting() else on_gpu
+    return min(128, triton.next_power_of_2(max(num_rows, 1))) if triton.knobs.runtime.interpret else on_gpu
 
 
 def scratch_bytes(hidden: torch.Tensor, weight: torch.Tensor, telemetry: Telemetry) -> ScratchBytes:
@@ -133,22 +98,17 @@ def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *, fp_fusion:
             kernel[grid](enable_fp_fusion=fp_fusion, **arguments)
 
 
-def interpreting() -> bool:
-    """Return whether Triton's interpreter runs. Its bf16 products are wrong, so kernels upcast there."""
-    return triton.knobs.runtime.interpret
-
-
 def has_ptx() -> bool:
     """Return whether kernels are compiled for an NVIDIA GPU and may use PTX instructions."""
-    return not interpreting() and torch.version.hip is None
+    return not triton.knobs.runtime.interpret and torch.version.hip is None
 
 
+@lru_cache
 def has_tma(device: torch.device) -> bool:
     """Return whether the GPU, or the interpreter, has tensor-memory descriptors."""
     return device.type == "cpu" or _capability(device) >= (9, 0)
 
 
-@lru_cache
 def _capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability, (0, 0) of an AMD GPU."""
     return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
