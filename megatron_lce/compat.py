@@ -23,7 +23,7 @@ from megatron_lce.core import collectives
 from megatron_lce.core.eager import eager
 from megatron_lce.core.one_head import OneHead
 from megatron_lce.core.options import IGNORE_INDEX, Options, Telemetry
-from megatron_lce.core.passes import outputs_with_gradient
+from megatron_lce.core.passes import forward_with_gradient
 
 Reduction = Literal["none", "sum", "mean"]
 # Autograd nodes, without "Backward0", that do not mix elements: views, casts, copies, concatenations, and additions and
@@ -129,7 +129,7 @@ def areal_linear_cross_entropy(
             reduce_grad_hidden = not is_summed_in_front(hidden, dist_process_group)
         call_options = replace(checks.options, temperature=temperature, reduce_grad_hidden=reduce_grad_hidden)
         checks.rest(ids.where(ids >= 0, IGNORE_INDEX), call_options)
-    out = outputs_with_gradient(OneHead(checks.call()))
+    out = forward_with_gradient(OneHead(checks.call())).outputs
     assert out.entropy is not None
     results = tuple(reduced(value.reshape(-1), reduction) for value in (out.logprobs, out.entropy))
     if out.max_logit is None:
@@ -208,7 +208,7 @@ def torch_linear_cross_entropy(
             validation.require(fits, "weight", requirement, f"{weight.dtype} {tuple(weight.shape)} on {weight.device}")
             validation.check_no_gradient("weight", weight)
         checks.rest()
-    out = outputs_with_gradient(OneHead(checks.call()))
+    out = forward_with_gradient(OneHead(checks.call())).outputs
     target = checks.labels
     valid_mask, loss = target != ignored, -out.logprobs
     factors = valid_mask.float()

@@ -18,7 +18,7 @@ from megatron_lce.core.options import (
     Telemetry,
     WeightGradSink,
 )
-from megatron_lce.core.passes import outputs_with_gradient
+from megatron_lce.core.passes import forward_with_gradient
 
 
 @validation.renamed("skip_ignored", "skip_masked")
@@ -121,4 +121,4 @@ def linear_cross_entropy(
     with checked_together("linear_cross_entropy", hidden, weight, labels, options, takes_dtensors=True) as checks:
         checks.head()
         checks.rest()
-    return outputs_with_gradient(OneHead(checks.call()))
+    return forward_with_gradient(OneHead(checks.call())).outputs

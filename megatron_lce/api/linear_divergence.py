@@ -32,7 +32,7 @@ from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.losses import Metrics, TokenLossFunction
 from megatron_lce.core.matmul import aligned_rows, matmul
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.passes import outputs_with_gradient
+from megatron_lce.core.passes import forward_with_gradient
 from megatron_lce.core.two_heads import TwoHeads
 
 _DEFAULTS: dict[str, Any] = {  # keywords besides `Options`, and their defaults
@@ -101,9 +101,8 @@ def linear_divergence(
     """
     keywords = {"kinds": kinds, **options}
     name = "linear_divergence"
-    return outputs_with_gradient(
-        _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords)
-    )
+    heads = _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords)
+    return forward_with_gradient(heads).outputs
 
 
 def linear_jsd(
@@ -155,10 +154,10 @@ def linear_divergence_loss(
     loss_args = loss, per_token
     heads = _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords, loss_args)
     call = heads.call
-    results = sum_of_losses(name, heads, loss, flat_per_token(call, per_token))
+    results, losses = sum_of_losses(name, heads, loss, flat_per_token(call, per_token))
     with without_autocast(call.head.hidden.device, name), call.telling():
-        check_tokens_apart(loss, results.sample, alternative="linear_divergence")
-    return DivergenceLoss(results.loss_sum, results.outputs, results.metrics)
+        check_tokens_apart(loss, losses.sample, alternative="linear_divergence")
+    return DivergenceLoss(*results)
 
 
 def _prepare(

@@ -96,10 +96,10 @@ def linear_token_loss(
         check_loss(loss, per_token, shape, hidden.device)
         checks.rest()
     call = checks.call()
-    results = sum_of_losses(name, OneHead(call), loss, flat_per_token(call, per_token))
+    results, losses = sum_of_losses(name, OneHead(call), loss, flat_per_token(call, per_token))
     with without_autocast(hidden.device, name), call.telling():
-        check_tokens_apart(loss, results.sample)
-    return TokenLoss(results.loss_sum, results.outputs, results.metrics)
+        check_tokens_apart(loss, losses.sample)
+    return TokenLoss(*results)
 
 
 def check_loss(

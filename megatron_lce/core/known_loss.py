@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -11,41 +11,27 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
-from megatron_lce.core.eager import without_autocast
 from megatron_lce.core.losses import KnownLosses, Losses, Metrics, TokenCrossEntropy, TokenLossFunction
 from megatron_lce.core.one_head import OneHead
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.passes import (
-    Forward,
-    Source,
-    forward,
-    needed_gradients,
-    outputs_with_gradient,
-    plan_of,
-    with_gradient,
-)
+from megatron_lce.core.passes import Forward, Source, forward_with_gradient, needed_gradients, plan_of
 
 
-class TokenLossResults(NamedTuple):
-    """The sum of the losses, and outputs and metrics of every token without gradient: 0 in skipped rows."""
+def sum_of_losses(
+    name: str, source: Source, loss: TokenLossFunction, per_token: Sequence[Tensor]
+) -> tuple[tuple[Tensor, Any, Metrics], Losses]:
+    """Return the sum of the losses, with gradients if they are wanted, and the losses of every token.
 
-    loss_sum: Tensor  # [] fp32, with a gradient
-    outputs: Any  # `LinearCrossEntropyOutput` or `LinearDivergenceOutput`, of `call.shape`
-    metrics: Metrics  # likewise
-    sample: Callable[[], tuple[Tensor, Tensor, Tensor]]  # losses of some tokens among all, and twice among others
-
-
-def sum_of_losses(name: str, source: Source, loss: TokenLossFunction, per_token: Sequence[Tensor]) -> TokenLossResults:
-    """Return the sum of the losses, with gradients if they are wanted, and per-token results."""
-    call, needs = source.call, needed_gradients(source.call)
-    losses = Losses(loss, per_token, source.differentiable, any(needs), call.head.hidden.device, call.telling)
-    with without_autocast(call.head.hidden.device, name):
-        results = forward(source, needs, losses)
-        loss_sum, metrics = losses.totals()
+    The sum, [] fp32, comes with outputs and metrics of every token, of `call.shape` and without gradient.
+    """
+    call, needs_grad = source.call, any(needed_gradients(source.call))
+    losses = Losses(loss, per_token, source.differentiable, needs_grad, call.head.hidden.device, call.telling)
+    results = forward_with_gradient(source, losses, name)
+    loss_sum, metrics = losses.totals()
     metrics = {name: metric.view((*call.shape, *metric.shape[1:])) for name, metric in metrics.items()}
     if results.head_grads is not None:
         loss_sum = _scaled_in_backward(loss_sum, results, Tensor.float, name)
-    return TokenLossResults(loss_sum, results.outputs, metrics, losses.sample)
+    return (loss_sum, results.outputs, metrics), losses
 
 
 def token_cross_entropies(
@@ -57,18 +43,17 @@ def token_cross_entropies(
     """
     source, needs, options = OneHead(call), needed_gradients(call), call.options
     if upstream is None or not any(needs) or not call.labels.numel():
-        out = outputs_with_gradient(source)
+        out = forward_with_gradient(source).outputs
         return formula(out), out
     valid = call.labels != options.ignore_index
     counted = valid if counted is None else valid & counted.reshape(-1)
     known = KnownLosses(formula, counted, only_if_faster=upstream.finds_out)
-    with without_autocast(call.head.hidden.device, "model_loss forward"):
-        results = forward(source, needs, known if upstream.known else None)
+    results = forward_with_gradient(source, known if upstream.known else None, "model_loss forward")
     if results.head_grads is not None:
         factor, way_out = partial(upstream.factor, counted=counted, valid=valid), ": enable with known_loss=False"
         losses = _scaled_in_backward(formula(results.outputs), results, factor, "a known loss", way_out)
         return losses, results.outputs
-    out = with_gradient(results)
+    out = results.outputs
     losses = formula(out)
     if upstream.known is None:
         plan = plan_of(source, results.row_index.count, needs, options.logits_cache_bytes, known)

@@ -21,9 +21,9 @@ from megatron_lce.core.options import (
     DIFFERENTIABLE_OUTPUTS,
     DIFFERENTIABLE_SCALARS,
     LinearCrossEntropyOutput,
-    new_outputs,
+    Options,
 )
-from megatron_lce.core.plan import HeadSize, slices
+from megatron_lce.core.plan import slices
 from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.statistics import merge_extremes, new_empty_stats
 from megatron_lce.core.tokens import TokenBlock
@@ -55,10 +55,6 @@ class OneHead:
     has_grad: Tensor | Any = None
     entropy: bool = False  # it has an upstream gradient
     candidates: CandidateGradients | None = None  # they replace the gradients of the candidates' products
-
-    @property
-    def size(self) -> HeadSize:
-        return self.call.size
 
     def take_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> None:
         call, self.rows = self.call, rows
@@ -171,6 +167,19 @@ class OneHead:
         if self.candidates is not None:
             candidates = self.candidates.select(token_slice)
             backend.write_columns(grad, candidates.columns - col_slice.start, candidates.grad)
+
+
+def new_outputs(num_rows: int, options: Options, like: Tensor, ids: Tensor | None) -> LinearCrossEntropyOutput:
+    """Allocate the requested outputs on like's device; `ids` [..., K] of candidates."""
+    outputs: dict[str, Any] = {"entropy": None}
+    requested = {"logprobs": True, "entropy": options.entropy, "lse": True, "candidate_logprobs": False}
+    requested["mean_logit"] = bool(options.telemetry)
+    for name in LinearCrossEntropyOutput._fields:
+        if requested.get(name, options.telemetry is True):
+            outputs[name] = like.new_empty(num_rows, dtype=torch.int64 if name == "argmax" else torch.float32)
+    if ids is not None:
+        outputs["candidate_logprobs"] = like.new_empty(num_rows, ids.shape[-1], dtype=torch.float32)
+    return LinearCrossEntropyOutput(**outputs)
 
 
 def merged_over_group(stats: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -78,19 +78,6 @@ class Options:
     weight_grad_sink: WeightGradSink | None = None
 
 
-def new_outputs(num_rows: int, options: Options, like: Tensor, ids: Tensor | None) -> LinearCrossEntropyOutput:
-    """Allocate the requested outputs on like's device; `ids` [..., K] of candidates."""
-    outputs: dict[str, Any] = {"entropy": None}
-    requested = {"logprobs": True, "entropy": options.entropy, "lse": True, "candidate_logprobs": False}
-    requested["mean_logit"] = bool(options.telemetry)
-    for name in LinearCrossEntropyOutput._fields:
-        if requested.get(name, options.telemetry is True):
-            outputs[name] = like.new_empty(num_rows, dtype=torch.int64 if name == "argmax" else torch.float32)
-    if ids is not None:
-        outputs["candidate_logprobs"] = like.new_empty(num_rows, ids.shape[-1], dtype=torch.float32)
-    return LinearCrossEntropyOutput(**outputs)
-
-
 class Shard(NamedTuple):
     """This rank's part of the vocabulary."""
 

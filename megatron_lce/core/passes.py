@@ -10,7 +10,7 @@ all are reduced. If rows are skipped, sequence shards are gathered and scattered
 collective and a host wait in each pass.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -24,7 +24,8 @@ from megatron_lce.core.eager import without_autocast
 from megatron_lce.core.head_gradients import GradLogits, HeadGradients
 from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.losses import KnownLosses, Losses
-from megatron_lce.core.plan import HeadSize
+from megatron_lce.core.matmul import copies_to_fp32
+from megatron_lce.core.plan import size_of_two_heads
 from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.tokens import TokenBlock, Tokens, tokens_in_blocks
 
@@ -41,9 +42,6 @@ class Source(GradLogits, Protocol):
 
     @property
     def teacher(self) -> LMHead | Any: ...
-
-    @property
-    def size(self) -> HeadSize: ...
 
     @property
     def has_grad(self) -> Tensor | Any:
@@ -76,6 +74,16 @@ class Forward(NamedTuple):
     row_index: RowIndex  # in the caller's order
     plan: Plan
     head_grads: HeadGradients | None  # of the sum of the losses, where they are computed in forward
+
+
+def forward_with_gradient(source: Source, losses: Losses | KnownLosses | None = None, name: str = "") -> Forward:
+    """Run `forward`, and return outputs with a gradient if one is wanted and not computed there."""
+    (hidden, weight, *_), needs = source.call.head, needed_gradients(source.call)
+    with without_autocast(hidden.device, name or f"{source.name} forward"):
+        results = forward(source, needs, losses)
+    if results.head_grads is not None or not any(needs):
+        return results
+    return results._replace(outputs=source.output_type(*VocabularyFunction.apply(hidden, weight, results)))
 
 
 @torch.no_grad()
@@ -113,10 +121,7 @@ def forward(source: Source, needs: Sequence[bool], losses: Losses | KnownLosses 
         if head_grads is not None:
             head_grads.add_block(block, block_source)
     outputs = source.outputs() if losses is None else losses.outputs(source.subset(slice(0, 0)).outputs)
-    outputs = block_index.scatter_outputs(outputs)
-    for output in flat(outputs):
-        if output is not None:
-            output.resize_((*call.shape, *output.shape[1:]))  # a view could not be changed in place
+    outputs = block_index.scatter_outputs(outputs, call.shape)
     return Forward(outputs, source, row_index, plan, head_grads)
 
 
@@ -134,7 +139,8 @@ class VocabularyFunction(torch.autograd.Function):
         source: Any = results.source
         ctx.set_materialize_grads(False)
         fields = {name: getattr(source, name) for name in source.kept}
-        kept, ctx.types = flat(fields.values()), {name: type(field) for name, field in fields.items()}
+        ctx.types = {name: type(field) for name, field in fields.items()}
+        kept = [leaf for field in fields.values() for leaf in (field if isinstance(field, tuple) else (field,))]
         tensors = (leaf if isinstance(leaf, Tensor) else None for leaf in kept)
         # Autograd saves no inference tensors: they have no version that tells of changes in place.
         saved = [tensor.clone() if tensor is not None and tensor.is_inference() else tensor for tensor in tensors]
@@ -182,30 +188,10 @@ class VocabularyFunction(torch.autograd.Function):
             return *head_grads.results(), None
 
 
-def with_gradient(results: Forward) -> Any:
-    """Return the outputs with a gradient, if one is wanted."""
-    source = results.source
-    if not any(needed_gradients(source.call)):
-        return results.outputs
-    return source.output_type(*VocabularyFunction.apply(source.call.head.hidden, source.call.head.weight, results))
-
-
-def outputs_with_gradient(source: Source) -> Any:
-    """Return the outputs, of `call.shape`, with a gradient."""
-    with without_autocast(source.call.head.hidden.device, f"{source.name} forward"):
-        results = forward(source, needed_gradients(source.call))
-    return with_gradient(results)
-
-
 def needed_gradients(call: Call) -> tuple[bool, bool]:
     """Return whether hidden and weight need a gradient."""
     enabled = torch.is_grad_enabled()
     return enabled and call.head.hidden.requires_grad, enabled and call.head.weight.requires_grad
-
-
-def flat(values: Iterable[Any]) -> list[Any]:
-    """Return values, those in tuples one by one."""
-    return [leaf for value in values for leaf in (value if isinstance(value, tuple) else (value,))]
 
 
 def plan_of(
@@ -215,9 +201,12 @@ def plan_of(
     logits_cache_bytes: int | None,
     losses: Losses | KnownLosses | None = None,
 ) -> Plan:
-    call = source.call
+    call, size = source.call, source.call.size
+    if source.teacher is not None:
+        copied_row = max(4 * head.hidden.shape[1] * copies_to_fp32(head.hidden) for head in (call.head, source.teacher))
+        size = size_of_two_heads(size, copied_row)
     return plan_call(
-        source.size,
+        size,
         num_tokens,
         call.shard.num_columns,
         call.options.workspace_bytes,

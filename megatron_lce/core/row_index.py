@@ -77,13 +77,15 @@ class RowIndex:
         """Apply `scatter` to gradients of hidden states, whose rows are whole words: torch copies one at a time."""
         return grad if self.index is None else self.scatter(grad.view(torch.int64)).view(grad.dtype)
 
-    def scatter_outputs(self, outputs: Any) -> Any:
-        """Apply `scatter` to a tensor or a named tuple of outputs; they are NaN if the caller's count is wrong."""
-        if outputs is None or (self.index is None and self.count_is_wrong is None):
-            return outputs
-        if isinstance(outputs, Tensor):
-            return self.nan_if_wrong(self.scatter(outputs))
-        return outputs._make(map(self.scatter_outputs, outputs))
+    def scatter_outputs(self, outputs: Any, shape: tuple[int, ...]) -> Any:
+        """Return outputs [n, ...], in named tuples, in the caller's shape; they are NaN if its count is wrong."""
+        if outputs is None:
+            return None
+        if not isinstance(outputs, Tensor):
+            return outputs._make(self.scatter_outputs(output, shape) for output in outputs)
+        if self.index is not None or self.count_is_wrong is not None:
+            outputs = self.nan_if_wrong(self.scatter(outputs))
+        return outputs.resize_((*shape, *outputs.shape[1:]))  # a view could not be changed in place
 
     def nan_if_wrong(self, values: Tensor) -> Tensor:
         """Return the values, or NaN (integers: -1) if the caller's count is wrong. The host does not wait."""

@@ -37,7 +37,7 @@ from megatron_lce.core.divergence_types import (
 )
 from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.matmul import copies_to_fp32, matmul, with_zeros_behind
-from megatron_lce.core.plan import COLUMN_STEP, HeadSize, aligned_slices, size_of_two_heads, slab_row_stride, slices
+from megatron_lce.core.plan import COLUMN_STEP, aligned_slices, slab_row_stride, slices
 from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.tokens import TokenBlock
 
@@ -68,12 +68,6 @@ class TwoHeads:
     @property
     def has_grad(self) -> Tensor:
         return (self.terms != 0).any(dim=0)  # NaN in broken rows
-
-    @property
-    def size(self) -> HeadSize:
-        call, heads = self.call, (self.call.head, self.teacher)
-        copied_row = max(4 * head.hidden.shape[1] * copies_to_fp32(head.hidden) for head in heads)
-        return size_of_two_heads(call.size, copied_row)
 
     def take_rows(self, rows: RowInputs, row_index: RowIndex, plan: Plan) -> None:
         call, self.rows = self.call, rows
