@@ -26,7 +26,7 @@ from megatron_lce.command.estimate import (
     per_token_cost,
     verdict,
 )
-from megatron_lce.core.statistics import num_extremes, num_stats
+from megatron_lce.core.statistics import row_counts
 from tests.problems import make_problem
 
 ALLOWED = 0.1
@@ -208,9 +208,8 @@ def test_sizes_are_those_of_the_kernels(monkeypatch):
         tensor = torch.empty(1, 72, dtype=DTYPES[dtype])
         assert tiles.scratch_bytes(tensor, tensor, False) == HeadStep(1, 72, 8, dtype=dtype).size.scratch
     for entropy in (False, True):
-        assert (
-            HeadStep(1, 72, 8, entropy=entropy).size.stats_rows == num_stats(entropy, False) + num_extremes(False) - 2
-        )
+        num_extremes, _, num_stats = row_counts(entropy, False)
+        assert HeadStep(1, 72, 8, entropy=entropy).size.stats_rows == num_stats + num_extremes - 2
 
 
 def test_tokens_that_fit_in_one_block_and_no_blocks():

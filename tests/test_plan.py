@@ -43,22 +43,22 @@ def test_as_many_tokens_and_columns_as_fit(room, given, block_bytes):
 @example(131_072, 151_936, 2**29, PieceBytes(2), 4 * 4096)
 @example(1, 1, 2**12, PieceBytes(16, 1, 1), 0)
 def test_a_plan_stays_within_its_budget_and_fits_the_problem(num_tokens, num_columns, budget, block_bytes, extra):
-    plan = partial(plan_slabs, num_tokens, num_columns, block_bytes=block_bytes, split_tokens_per_column=extra)
-    budget = max(budget, smallest_workspace(plan))
-    blocks = plan(workspace_bytes=budget)
-    assert 1 <= blocks.num_tokens <= num_tokens
-    assert 1 <= blocks.num_columns <= num_columns
-    cut_bytes = blocks.num_columns * extra if blocks.num_tokens < num_tokens else 0
-    assert block_bytes.total(*blocks) + cut_bytes <= budget
-    assert blocks.num_columns == num_columns or blocks.num_columns % COLUMN_STEP == 0
-    assert blocks.num_tokens == num_tokens or blocks.num_tokens < MIN_TOKENS or blocks.num_tokens % MIN_TOKENS == 0
+    budget = max(budget, block_bytes.total(1, COLUMN_STEP) + COLUMN_STEP * extra)  # what `check_workspace` asks for
+    tokens, columns = plan_slabs(num_tokens, num_columns, budget, block_bytes, split_tokens_per_column=extra)
+    assert 1 <= tokens <= num_tokens
+    assert 1 <= columns <= num_columns
+    cut_bytes = columns * extra if tokens < num_tokens else 0
+    assert block_bytes.total(tokens, columns) + cut_bytes <= budget
+    assert columns == num_columns or columns % COLUMN_STEP == 0
+    assert tokens == num_tokens or tokens < MIN_TOKENS or tokens % MIN_TOKENS == 0
 
 
 @given(TOKENS, COLUMNS, BLOCK_BYTES)
 def test_with_room_for_everything_no_block_cuts_tokens(num_tokens, num_columns, block_bytes):
-    blocks = plan_slabs(num_tokens, num_columns, 512 * block_bytes.total(num_tokens, num_columns), block_bytes)
-    assert blocks.num_tokens == num_tokens
-    assert blocks.num_columns == num_columns or blocks.num_columns >= 16384 / 2
+    room = 512 * block_bytes.total(num_tokens, num_columns)
+    tokens, columns = plan_slabs(num_tokens, num_columns, room, block_bytes)
+    assert tokens == num_tokens
+    assert columns == num_columns or columns >= 16384 / 2
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_blocks_of_products_are_as_long_as_gains(mib, columns, per_token, known)
 def test_collected_gradients_and_their_products_fit(num_tokens, columns, hidden_size, budget, reading, keeps_fp32_sum):
     """In the workspace and the room of what is made of the weight's sum: of a single block, the sum's own."""
     size = two_heads(columns, hidden_size, reading)
-    budget = max(budget, size.smallest_workspace(needs_grad=True, needs_weight=True))
+    budget = max(budget, smallest_workspace(partial(size.check_workspace, needs_grad=True, needs_weight=True)))
     plan = plan_known_divergence(size, num_tokens, budget, keeps_fp32_sum=keeps_fp32_sum)
     if plan is None:
         return

@@ -40,7 +40,7 @@ class Backend(Protocol):
         entropy: bool,
         telemetry: Telemetry,
     ) -> tuple[Tensor, Tensor]:
-        """Return the extremes of the vocabulary [E, N], and the sums of the chunks, int64 [`num_sums`, N].
+        """Return the extremes of the vocabulary [E, N], and the sums of the chunks, int64 [sums, N].
 
         Sums are in `FIXED_POINT_UNIT`s, relative to the extremes of the vocabulary. On one rank `stats` also serve as
         `all_extremes`.
@@ -49,7 +49,7 @@ class Backend(Protocol):
     def write_outputs(
         self,
         packed_extremes: Tensor,  # [E, N]
-        sums: Tensor,  # int64 [`num_sums`, N]
+        sums: Tensor,  # int64 [sums, N]
         rows: RowInputs,
         options: Options,
         outputs: LinearCrossEntropyOutput,  # out, [N] each, contiguous; None: not requested

@@ -16,7 +16,7 @@ from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.matmul import matmul
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ALIGNED_COLUMNS, HeadSize
-from megatron_lce.core.statistics import num_extremes, num_stats
+from megatron_lce.core.statistics import row_counts
 
 Telling = Callable[[], AbstractContextManager[None, None]]
 SOFTCAP_TEMPERATURES = 8  # the least softcap / temperature under which logits are cached
@@ -49,6 +49,7 @@ class Call:
     def size(self) -> HeadSize:
         """Sizes for plans, the same on every rank."""
         options, (hidden, weight, *_) = self.options, self.head
+        num_extremes, _, num_stats = row_counts(options.entropy, options.telemetry)
         scratch = self.backend.scratch_bytes(hidden, weight, options.telemetry)
         if self.head.softcap is not None and not self._keeps_slopes(self.head.softcap):
             scratch = scratch._replace(caches=False)
@@ -56,7 +57,7 @@ class Call:
             hidden_size=hidden.shape[1],
             max_columns=self.shard.max_columns,
             itemsize=weight.element_size(),
-            stats_rows=num_stats(options.entropy, options.telemetry) + num_extremes(options.telemetry) - 2,
+            stats_rows=num_stats + num_extremes - 2,
             scratch=scratch,
             needs_weight_acc=weight.dtype != torch.float32 and options.weight_grad_sink is None,
             shards_aligned=not any(n % ALIGNED_COLUMNS for n in (self.shard.max_columns, options.vocab_size or 0)),

@@ -51,7 +51,13 @@ class HeadGradients:
                 else:
                     grad = self._slab(token_slice, col_slice)
                     grad_logits.write(grad, token_slice, col_slice)
-                self._add_slab(block, grad, token_slice, col_slice)
+                if self._needs_hidden:
+                    self._add_hidden(block, grad, token_slice, col_slice)
+                    is_last = token_slice.stop == num_tokens and col_slice.stop == num_columns
+                    if is_last and self._tokens.reduces:  # under the last product for the weight
+                        self._close_block()
+                if self._weight is not None:
+                    self._weight.add(block, grad, token_slice, col_slice)
         if self._tokens.reduces or self._tokens.num_blocks > 1:
             self._close_block()  # if not yet done: without columns there is no last slab
 
@@ -61,16 +67,6 @@ class HeadGradients:
         self._close_block()
         grad_hidden = self._tokens.grad_hidden() if self._needs_hidden else None
         return grad_hidden, None if self._weight is None else self._weight.finish()
-
-    def _add_slab(self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
-        """Add both products. The reduction of a block's hidden gradient runs under the last one for the weight."""
-        if self._needs_hidden:
-            self._add_hidden(block, grad, token_slice, col_slice)
-            is_last = token_slice.stop == block.num_tokens
-            if is_last and col_slice.stop == self._call.shard.num_columns and self._tokens.reduces:
-                self._close_block()
-        if self._weight is not None:
-            self._weight.add(block, grad, token_slice, col_slice)
 
     def _add_hidden(self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         call, num_columns = self._call, self._call.shard.num_columns

@@ -28,13 +28,6 @@ ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is
 SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines and hold whole vectors of a CPU
 
 
-class SlabShape(NamedTuple):
-    """Tokens and columns of the largest slab."""
-
-    num_tokens: int
-    num_columns: int
-
-
 class PieceBytes(NamedTuple):
     """Bytes of a block per logit, per token and per column."""
 
@@ -135,16 +128,12 @@ class HeadSize(NamedTuple):
             return self.scratch.caches and num_tokens * self.itemsize <= CACHED_BYTES_PER_H * self.hidden_size
         return self.scratch.caches and num_tokens * self.cache_bytes_per_token(self.max_columns) <= logits_cache_bytes
 
-    def smallest_workspace(self, *, needs_grad: bool, needs_weight: bool) -> int:
-        """Return the bytes that every pass needs for its smallest block, one token of `COLUMN_STEP` columns."""
+    def check_workspace(self, workspace_bytes: int, *, needs_grad: bool, needs_weight: bool) -> None:
+        """Raise ValueError if a pass does not fit in it with its smallest block, one token of `COLUMN_STEP` columns."""
         stats = self.stats_bytes.total(1, COLUMN_STEP)
         per_column = self.weight_acc_per_column if needs_weight else 0
         slab = self.slab_bytes.total(1, COLUMN_STEP) + COLUMN_STEP * per_column if needs_grad else 0
-        return self.copied_bytes + max(stats, slab)
-
-    def check_workspace(self, workspace_bytes: int, *, needs_grad: bool, needs_weight: bool) -> None:
-        """Raise ValueError if the workspace is smaller than that."""
-        min_bytes = self.smallest_workspace(needs_grad=needs_grad, needs_weight=needs_weight)
+        min_bytes = self.copied_bytes + max(stats, slab)
         if workspace_bytes < min_bytes:
             heads = "this head" if self.num_heads == 1 else "these heads"
             raise ValueError(f"workspace_bytes must be at least {min_bytes} for {heads}, got {workspace_bytes}")
@@ -269,41 +258,33 @@ def plan_slabs(
     block_bytes: PieceBytes,
     *,
     split_tokens_per_column: int = 0,
-) -> SlabShape:
+) -> tuple[int, int]:
     """Return the tokens and columns of a slab: the widest within `workspace_bytes` that still saves time.
 
     It has all tokens if `PREFERRED_COLUMNS` then fit, and about `SLAB_LOGITS` logits. Otherwise slabs minimise the
     traffic of the fp32 sums of both gradients.
-
-    Raises:
-        ValueError: not even the smallest block fits.
+    The workspace holds one token of `COLUMN_STEP` columns, as `HeadSize.check_workspace` ensures.
     """
 
-    def traffic(shape: SlabShape) -> float:
+    def traffic(shape: tuple[int, int]) -> float:
         """In units of N*V*H: each slab updates N*H sums; each block of only some tokens updates V*H."""
-        return 1 / shape.num_columns + (0 if shape is all_tokens else 1 / shape.num_tokens)
+        return 1 / shape[1] + (0 if shape is all_tokens else 1 / shape[0])
 
     preferred = min(PREFERRED_COLUMNS, round_up(num_columns, COLUMN_STEP))
     num_slabs = max(1, min(num_columns // preferred, round(num_columns * num_tokens / SLAB_LOGITS)))
     max_columns = min(
         block_bytes.max_columns(workspace_bytes, num_tokens), round_up(ceil_div(num_columns, num_slabs), COLUMN_STEP)
     )
-    all_tokens = SlabShape(num_tokens, balanced_step(num_columns, max_columns, COLUMN_STEP))
+    all_tokens = num_tokens, balanced_step(num_columns, max_columns, COLUMN_STEP)
     if block_bytes.total(num_tokens, preferred) <= workspace_bytes:
         return all_tokens
     split_bytes = block_bytes._replace(per_column=block_bytes.per_column + split_tokens_per_column)
     halves = (preferred * quarters // 4 >> halvings for halvings in range(7) for quarters in (4, 3))
     widths = sorted({max(COLUMN_STEP, width // COLUMN_STEP * COLUMN_STEP) for width in halves})
-    shapes = (SlabShape(min(num_tokens, split_bytes.max_tokens(workspace_bytes, width)), width) for width in widths)
-    possible_shapes = [shape for shape in shapes if shape.num_tokens >= 1]
-    if not possible_shapes:
-        min_bytes = split_bytes.total(1, COLUMN_STEP)
-        raise ValueError(f"workspace_bytes must be at least {min_bytes} for this head, got {workspace_bytes}")
-    tokens, columns = min(possible_shapes, key=traffic)
-    split_tokens = SlabShape(
-        balanced_step(num_tokens, tokens, MIN_TOKENS), balanced_step(num_columns, columns, COLUMN_STEP)
-    )
-    choices = [all_tokens, split_tokens] if all_tokens.num_columns >= COLUMN_STEP else [split_tokens]
+    shapes = ((min(num_tokens, split_bytes.max_tokens(workspace_bytes, width)), width) for width in widths)
+    tokens, columns = min((shape for shape in shapes if shape[0] >= 1), key=traffic)
+    split_tokens = balanced_step(num_tokens, tokens, MIN_TOKENS), balanced_step(num_columns, columns, COLUMN_STEP)
+    choices = [all_tokens, split_tokens] if all_tokens[1] >= COLUMN_STEP else [split_tokens]
     return min(choices, key=traffic)
 
 
@@ -324,7 +305,7 @@ def aligned_slices(stop: int, step: int, start: int = 0) -> Iterator[slice]:
 
 def slab_row_stride(num_columns: int) -> int:
     """Return the number of elements from row to row of a slab or cache."""
-    return round_up(num_columns, SLAB_ROW_STEP)
+    return ceil_div(num_columns, SLAB_ROW_STEP) * SLAB_ROW_STEP
 
 
 def ceil_div(value: int, step: int) -> int:

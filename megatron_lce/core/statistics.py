@@ -49,24 +49,21 @@ class Extremes(NamedTuple):
     argmax: Tensor | None = None  # int32 global id, whose bits are packed
 
 
-def num_extremes(telemetry: Telemetry) -> int:
-    """Return E, the number of rows of extremes."""
-    return 2 + bool(telemetry) + (telemetry is True)
+def row_counts(entropy: bool, telemetry: Telemetry) -> tuple[int, int, int]:
+    """Return E, the number of extremes, the number of sums of the vocabulary, and K, that of rows of a chunk.
 
-
-def num_sums(entropy: bool, telemetry: Telemetry) -> int:
-    """Return the number of sums of the vocabulary: with telemetry the last row, which chunks lack, counts columns."""
-    return 1 + entropy + 2 * bool(telemetry) + 2 * (telemetry is True)
-
-
-def num_stats(entropy: bool, telemetry: Telemetry) -> int:
-    """Return K, the number of rows of a chunk: extremes, sum_exp, with an entropy sum_exp_logit, the others."""
-    return num_extremes(telemetry) + num_sums(entropy, telemetry) - bool(telemetry)
+    Extremes come first, then sum_exp, with an entropy sum_exp_logit, and the others. With telemetry the last sum of the
+    vocabulary, which chunks lack, counts columns.
+    """
+    num_extremes = 2 + bool(telemetry) + (telemetry is True)
+    num_sums = 1 + entropy + 2 * bool(telemetry) + 2 * (telemetry is True)
+    return num_extremes, num_sums, num_extremes + num_sums - bool(telemetry)
 
 
 def unpack_extremes(packed: Tensor, telemetry: Telemetry) -> Extremes:
     """Return the extremes in the first rows of a tensor [..., E or more, N]."""
-    rows = packed.unbind(dim=-2)[: num_extremes(telemetry)]
+    num_extremes, *_ = row_counts(False, telemetry)
+    rows = packed.unbind(dim=-2)[:num_extremes]
     return Extremes(*rows[:3], *(row.view(torch.int32) for row in rows[3:]))
 
 
@@ -84,7 +81,7 @@ def merge_extremes(extremes: Tensor, telemetry: Telemetry) -> Tensor:
 
 def new_empty_stats(num_tokens: int, entropy: bool, telemetry: Telemetry, device: torch.device) -> Tensor:
     """Return statistics [1, K, N] of a chunk without columns, as of a shard that is all padding."""
-    stats = torch.zeros(1, num_stats(entropy, telemetry), num_tokens, dtype=torch.float32, device=device)
+    stats = torch.zeros(1, row_counts(entropy, telemetry)[2], num_tokens, dtype=torch.float32, device=device)
     stats[:, :2] = -torch.inf
     if telemetry:
         stats[:, 2] = torch.inf  # the smallest logit

@@ -20,9 +20,7 @@ from megatron_lce.core.statistics import (
     FIXED_POINT_UNIT,
     LOWEST_LOGIT,
     merge_extremes,
-    num_extremes,
-    num_stats,
-    num_sums,
+    row_counts,
     unpack_extremes,
 )
 
@@ -61,7 +59,8 @@ def softmax_stats(
     hidden, weight = head.hidden, head.weight
     chunks = list(slices(weight.shape[0], CHUNK_COLUMNS))
     entropy, telemetry = options.entropy, options.telemetry
-    stats = hidden.new_empty(len(chunks), num_stats(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
+    *_, num_rows = row_counts(entropy, telemetry)
+    stats = hidden.new_empty(len(chunks), num_rows, hidden.shape[0], dtype=torch.float32)
     if upcast_row_bytes(hidden, weight.dtype):
         hidden = hidden.float()
     for out, columns in zip(stats, chunks, strict=True):
@@ -77,7 +76,7 @@ def chunk_stats_of_logits(raw_logits: Tensor, row_scale: Tensor) -> Tensor:
         chunk_stats(raw_logits[:, columns] * row_scale[:, None], nowhere, 0, False, False)
         for columns in slices(num_columns, CHUNK_COLUMNS)
     ]
-    return torch.stack(stats) if stats else raw_logits.new_empty(0, num_stats(False, False), num_tokens)
+    return torch.stack(stats) if stats else raw_logits.new_empty(0, 3, num_tokens)
 
 
 def merge_chunks(
@@ -86,14 +85,15 @@ def merge_chunks(
     # Chunk by chunk: torch may round an exponential differently depending on its place in a longer tensor.
     packed_extremes = merge_extremes(all_extremes, telemetry)
     extremes = unpack_extremes(packed_extremes, telemetry)
-    sums = torch.zeros(num_sums(entropy, telemetry), stats.shape[2], dtype=torch.int64, device=stats.device)
+    num_extremes, num_sums, _ = row_counts(entropy, telemetry)
+    sums = torch.zeros(num_sums, stats.shape[2], dtype=torch.int64, device=stats.device)
     max_abs_logit = None
     if extremes.min_logit is not None:
         max_abs_logit = torch.maximum(extremes.max_logit.abs(), extremes.min_logit.abs())
         max_abs_logit = torch.where(max_abs_logit > 0, max_abs_logit, 1.0)
         sums[-1] = num_columns
     for chunk in stats:
-        sum_exp, *others = chunk[num_extremes(telemetry) :]
+        sum_exp, *others = chunk[num_extremes:]
         shift = chunk[0] - extremes.max_logit
         factor = shift.exp2()
         terms = [factor * sum_exp]

@@ -14,9 +14,7 @@ from megatron_lce.core.statistics import (
     FIXED_POINT_UNIT,
     LOWEST_LOGIT,
     NO_ID,
-    num_extremes,
-    num_stats,
-    num_sums,
+    row_counts,
 )
 
 _UNITS = tl.constexpr(1 / FIXED_POINT_UNIT)
@@ -27,7 +25,7 @@ _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 def chunk_stats_of_logits(raw_logits: Tensor, row_scale: Tensor) -> Tensor:
     num_tokens, num_columns = raw_logits.shape
     num_chunks, chunks_per_program = ceil_div(num_columns, CHUNK_COLUMNS), 16  # chunks of a program
-    stats = raw_logits.new_empty(num_chunks, num_stats(False, False), num_tokens, dtype=torch.float32)
+    stats = raw_logits.new_empty(num_chunks, 3, num_tokens, dtype=torch.float32)
     block_n = tiles.block_rows(4, num_tokens)
     tiles.launch(
         _chunk_stats_of_logits_kernel,
@@ -52,8 +50,9 @@ def merge_chunks(
 ) -> tuple[Tensor, Tensor]:
     num_chunks, rows_of_chunk, num_tokens = stats.shape
     num_sets, rows_of_set, _ = all_extremes.shape
-    extremes = stats.new_empty(num_extremes(telemetry), num_tokens)
-    sums = stats.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
+    num_extremes, num_sums, _ = row_counts(entropy, telemetry)
+    extremes = stats.new_empty(num_extremes, num_tokens)
+    sums = stats.new_empty(num_sums, num_tokens, dtype=torch.int64)
     rows, block_s, num_warps = 8, 64, 1  # many small programs are fastest, unless they are few
     if num_tokens <= 256:
         rows, block_s, num_warps = 4, 512, 8
@@ -122,7 +121,7 @@ def _merge_chunks_kernel(
     stats_ptr,  # [S, K, N]
     all_extremes_ptr,  # [num_sets, >= E, N] of the whole vocabulary
     extremes_ptr,  # [E, N] out, its extremes
-    out_ptr,  # [`num_sums`, N] int64 out
+    out_ptr,  # [sums, N] int64 out
     S,
     num_sets,
     N,

@@ -151,7 +151,7 @@ def _in_nats(value, to_nats):
 @triton.jit(do_not_specialize=["N"])
 def _write_outputs_kernel(
     extremes_ptr,  # [E, N] packed
-    sums_ptr,  # [`num_sums`, N] int64
+    sums_ptr,  # [sums, N] int64
     to_nats_ptr,  # [N]
     outputs,  # `LinearCrossEntropyOutput` without candidates, [N] out each; None where not wanted
     saved,  # `RowSoftmax`, out but for max_logit; None where not wanted

@@ -24,7 +24,7 @@ from megatron_lce.backends.triton.packed import extremes_at, sums_at
 from megatron_lce.core.lm_head import ExpCache, LMHead, RowInputs
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import MIN_TOKENS, ceil_div, slices
-from megatron_lce.core.statistics import LOWEST_LOGIT, Extremes, num_stats
+from megatron_lce.core.statistics import LOWEST_LOGIT, Extremes, row_counts
 
 _LABEL_LOGIT = Extremes._fields.index("label_logit")
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
@@ -44,7 +44,7 @@ def softmax_stats(
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     if cache is None:
         tile = tiles.stats_tile(tile, num_tokens)
-    num_rows = num_stats(options.entropy, options.telemetry)
+    *_, num_rows = row_counts(options.entropy, options.telemetry)
     stats = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
     if num_columns == 0:
         return stats
@@ -203,8 +203,8 @@ def _softmax_stats_kernel(
     GROUP_N: tl.constexpr,
 ):
     """Write statistics of each tile of logits, [BLOCK_N, BLOCK_V], which stays in registers (its exp may be cached)."""
-    EXTREMES: tl.constexpr = 2 + MEAN + TELEMETRY  # `num_extremes`
-    K: tl.constexpr = EXTREMES + 1 + ENTROPY + MEAN + 2 * TELEMETRY  # `num_stats`
+    EXTREMES: tl.constexpr = 2 + MEAN + TELEMETRY  # as in `row_counts`
+    K: tl.constexpr = EXTREMES + 1 + ENTROPY + MEAN + 2 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
     hidden_desc = device_descriptor(hidden_desc, N, padded_h(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
     weight_desc = device_descriptor(weight_desc, C, padded_h(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
