@@ -84,7 +84,7 @@ class Losses:
         device: torch.device,
         telling: Telling = nullcontext,  # around each call of the loss
     ) -> None:
-        self._loss, self._per_token, self._names, self._needs_grad = with_hints(loss), per_token, names, needs_grad
+        self._loss, self._per_token, self._names, self._needs_grad = loss, per_token, names, needs_grad
         self._telling = telling
         self._loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self._num_rows = 0  # so far
@@ -107,8 +107,8 @@ class Losses:
             # The hooks of a checkpoint around the call would recompute the whole call for each block.
             no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
             with torch.set_grad_enabled(self._needs_grad), no_hooks:
-                result = self._loss(outputs._replace(**leaves), *(tensor[row_slice] for tensor in self._per_token))
-                losses, metrics = checked_losses(result, ignored.shape[0])
+                per_token = [tensor[row_slice] for tensor in self._per_token]
+                losses, metrics = checked_losses(self._loss, outputs._replace(**leaves), per_token, ignored.shape[0])
                 loss_sum = torch.where(ignored, 0.0, losses).sum()
             if self._metrics and metrics.keys() != self._metrics[0].keys():
                 names_of_both = f"{sorted(self._metrics[0])} and {sorted(metrics)}"
@@ -154,7 +154,7 @@ class Losses:
         def among(other: Tensor) -> Tensor:
             index, every_token = torch.cat([sample_index, other]), (outputs, self._per_token)
             sample, per_token = tree_map_only(Tensor, lambda x: x.index_select(0, index), every_token)
-            return checked_losses(self._loss(sample, *per_token), num_sample + num_others)[0].detach()[:num_sample]
+            return checked_losses(self._loss, sample, per_token, index.shape[0])[0].detach()[:num_sample]
 
         return losses.index_select(0, sample_index), among(others[0]), among(others[1])
 
@@ -171,24 +171,6 @@ class Losses:
         return loss_sum, {name: scatter(torch.cat([part[name] for part in self._metrics])) for name in self._metrics[0]}
 
 
-def with_hints(loss: TokenLossFunction) -> TokenLossFunction:
-    """Return a caller's loss whose errors also say what it is called with."""
-
-    def hinting(out: Any, *per_token: Tensor) -> Any:
-        try:
-            return loss(out, *per_token)
-        except (TypeError, AttributeError) as error:
-            if "NoneType" in str(error):
-                missing = ", ".join(name for name, output in out._asdict().items() if output is None)
-                error.add_note(f"outputs that the call has not asked for are None: {missing}")
-            raise
-        except (RuntimeError, IndexError) as error:
-            error.add_note(f"loss gets some of the tokens, in one dimension: {PER_TOKEN_HINT}")
-            raise
-
-    return hinting
-
-
 def concatenated(parts: Sequence[Any]) -> Any:
     """Return outputs of some tokens after others as outputs of all, whose shapes may be changed."""
     if len(parts) == 1:
@@ -196,8 +178,20 @@ def concatenated(parts: Sequence[Any]) -> Any:
     return tree_map(lambda *tensors: None if tensors[0] is None else torch.cat(tensors), *parts)
 
 
-def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:
-    """Check what the caller's loss returned."""
+def checked_losses(
+    loss: TokenLossFunction, outputs: Any, per_token: Sequence[Tensor], num_tokens: int
+) -> tuple[Tensor, Metrics]:
+    """Call the caller's loss, whose errors also say what it is called with, and check what it returns."""
+    try:
+        result: Any = loss(outputs, *per_token)
+    except (TypeError, AttributeError) as error:
+        if "NoneType" in str(error):
+            missing = ", ".join(name for name, output in outputs._asdict().items() if output is None)
+            error.add_note(f"outputs that the call has not asked for are None: {missing}")
+        raise
+    except (RuntimeError, IndexError) as error:
+        error.add_note(f"loss gets some of the tokens, in one dimension: {PER_TOKEN_HINT}")
+        raise
     if isinstance(result, tuple) and len(result) != 2:
         raise TypeError(f"loss must return a tensor [n], or a pair of it and a dict, got a tuple of {len(result)}")
     losses, metrics = result if isinstance(result, tuple) else (result, {})
