@@ -61,7 +61,7 @@ def test_nothing_behind_a_slab_is_written(columns, dtype, primitives, device):
     rows, terms = RowInputs(problem.labels.int(), *torch.ones(2, 9, device=device)), torch.zeros(6, 9, device=device)
     buffer = torch.full((9, 512), 7.0, device=device, dtype=dtype)
     slab = buffer[:, :width]
-    where = {"slab_start": columns.start, "entropy": True}
+    where = {"slab_start": columns.start, "entropy": True, "shift": None}
     primitives.grad_logits(LMHead(problem.hidden, weight), rows, terms, slab, **where)
     assert not slab.any()
     assert (buffer[:, round_up(width, 16 // dtype.itemsize) :] == 7.0).all()

@@ -77,19 +77,12 @@ class Backend(Protocol):
         *,
         slab_start: int,  # of the slab in the shard
         entropy: bool,  # `terms.entropy_term` may be nonzero
+        shift: Tensor | None,  # of an `ExpCache`, whose exponentials are in `out`; None: logits are recomputed
     ) -> None:
-        """Write the gradient of the products `hidden @ weight.T` to `out`, scale, softcap and temperature included."""
+        """Write the gradient of the products `hidden @ weight.T` to `out`, scale, softcap and temperature included.
 
-    def grad_logits_from_cache(
-        self,
-        cache: ExpCache,
-        rows: RowInputs,
-        terms: Tensor,  # [6 or 7, N], packed `RowTerms`
-        head: LMHead,
-        *,
-        entropy: bool,  # `terms.entropy_term` may be nonzero
-    ) -> None:
-        """Turn cached exponentials into the gradient of their products, in place; no `mean_term` under a softcap."""
+        From exponentials there is no `mean_term` under a softcap.
+        """
 
     def indexed_logits(
         self,

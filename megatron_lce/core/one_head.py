@@ -147,11 +147,11 @@ class OneHead:
         cache, self.cache = self.cache, None
         if cache is None:  # nothing was cached, or the shard has no columns
             return None
-        backend = self.call.backend
-        backend.grad_logits_from_cache(cache, self.rows, self.terms, self.call.head, entropy=self.entropy)
+        call, backend, (exp, shift) = self.call, self.call.backend, cache
+        backend.grad_logits(call.head, self.rows, self.terms, exp, slab_start=0, entropy=self.entropy, shift=shift)
         if self.candidates is not None:
-            backend.write_columns(cache.exp, *self.candidates)
-        return cache.exp
+            backend.write_columns(exp, *self.candidates)
+        return exp
 
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Recompute the logits of a slab, and write their gradients."""
@@ -163,6 +163,7 @@ class OneHead:
             grad,
             slab_start=col_slice.start,
             entropy=self.entropy,
+            shift=None,
         )
         if self.candidates is not None:
             candidates = self.candidates.select(token_slice)

@@ -42,10 +42,6 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, telemetry: Telemetry) -> Scrat
     )
 
 
-def grad_logits_from_cache(cache: ExpCache, rows: RowInputs, terms: Tensor, head: LMHead, *, entropy: bool) -> None:
-    raise AssertionError("`scratch_bytes` allows no cache")
-
-
 def softmax_stats(
     head: LMHead,
     rows: RowInputs,
@@ -109,7 +105,10 @@ def merge_chunks(
     return packed_extremes, sums
 
 
-def grad_logits(head: LMHead, rows: RowInputs, terms: Tensor, out: Tensor, *, slab_start: int, entropy: bool) -> None:
+def grad_logits(
+    head: LMHead, rows: RowInputs, terms: Tensor, out: Tensor, *, slab_start: int, entropy: bool, shift: Tensor | None
+) -> None:
+    assert shift is None  # `scratch_bytes` allows no cache
     each = RowTerms(*terms[:, :, None])
     logits = logits_base2(head, rows.scale)
     tanh_squared = (logits / rows.scale[:, None]).square_() if head.softcap is not None else None

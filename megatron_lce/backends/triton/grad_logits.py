@@ -22,13 +22,18 @@ from megatron_lce.backends.triton.dot_tile import (
 )
 from megatron_lce.backends.triton.fp32_split import split_fp32
 from megatron_lce.backends.triton.packed import row_terms_at
-from megatron_lce.core.lm_head import LOWEST_LOG_P, NUM_TERMS, ExpCache, LMHead, RowInputs
+from megatron_lce.core.lm_head import LOWEST_LOG_P, NUM_TERMS, LMHead, RowInputs
 from megatron_lce.core.plan import ceil_div, slab_row_stride
 
 _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 
 
-def grad_logits(head: LMHead, rows: RowInputs, terms: Tensor, out: Tensor, *, slab_start: int, entropy: bool) -> None:
+def grad_logits(
+    head: LMHead, rows: RowInputs, terms: Tensor, out: Tensor, *, slab_start: int, entropy: bool, shift: Tensor | None
+) -> None:
+    if shift is not None:
+        _grad_from_exp(out, shift, rows, terms, entropy, softcap=head.softcap is not None)
+        return
     hidden, weight = head.hidden, head.weight
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     (num_tokens, num_columns), width = out.shape, hidden.shape[1]
@@ -63,29 +68,29 @@ def grad_logits(head: LMHead, rows: RowInputs, terms: Tensor, out: Tensor, *, sl
     )
 
 
-def grad_logits_from_cache(cache: ExpCache, rows: RowInputs, terms: Tensor, head: LMHead, *, entropy: bool) -> None:
-    """As in `Backend`; in addition, padding past each row is written with finite numbers."""
-    mean, softcap = terms.shape[0] > NUM_TERMS, head.softcap is not None
+def _grad_from_exp(exp: Tensor, shift: Tensor, rows: RowInputs, terms: Tensor, entropy: bool, *, softcap: bool) -> None:
+    """Turn exponentials into the gradient, in place; padding past each row is written with finite numbers."""
+    mean = terms.shape[0] > NUM_TERMS
     assert not (softcap and mean)  # an exponential that underflowed to 0 no longer gives the tanh slope
-    chunk = tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device).chunk
-    num_tokens, num_columns = cache.exp.shape
+    chunk = tiles.choose_tiles(exp.dtype, exp.dtype, exp.device).chunk
+    num_tokens, num_columns = exp.shape
     num_chunks = ceil_div(num_columns, chunk)
     # 4 chunks a program: 4 % slower than a copy (H200).
     programs_per_row, block_n = ceil_div(num_chunks, 4), tiles.block_rows(4, num_tokens)
     tiles.launch(
         _grad_from_exp_kernel,
         (programs_per_row * ceil_div(num_tokens, block_n),),
-        cache.exp,
+        exp,
         fp_fusion=True,
-        exp_ptr=cache.exp,
-        shift_ptr=cache.shift,
+        exp_ptr=exp,
+        shift_ptr=shift,
         label_ptr=rows.labels,
         row_scale_ptr=rows.scale,
         terms_ptr=terms,
         N=num_tokens,
         row_end=slab_row_stride(num_columns),  # the end of the stored row: Triton knows it to be a multiple of 16
-        exp_stride=cache.exp.stride(0),
-        shift_stride=cache.shift.stride(0),
+        exp_stride=exp.stride(0),
+        shift_stride=shift.stride(0),
         terms_stride=terms.stride(0),
         num_chunks=num_chunks,
         programs_per_row=programs_per_row,

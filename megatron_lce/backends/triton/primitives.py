@@ -6,7 +6,7 @@ from megatron_lce.backends.triton.divergence import (
     divergence_sums,
 )
 from megatron_lce.backends.triton.fp32_split import matmul
-from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache
+from megatron_lce.backends.triton.grad_logits import grad_logits
 from megatron_lce.backends.triton.indexed_dot import bag_sums, indexed_logits, write_columns
 from megatron_lce.backends.triton.merge_stats import chunk_stats_of_logits, merge_chunks
 from megatron_lce.backends.triton.row_values import prepare_rows, row_terms, write_outputs
