@@ -58,18 +58,6 @@ class Heads(NamedTuple):
     labels: Tensor | None = None  # [N] int32 columns; outside [0, C): not in this shard; None: no student outputs
     terms: Tensor | None = None  # [5, N], packed `GradTerms`; None: no gradient
 
-    def block(self, token_slice: slice, col_slice: slice) -> "Heads":
-        """Return both heads of some tokens and some columns."""
-        student, teacher = (
-            head._replace(hidden=head.hidden[token_slice], weight=head.weight[col_slice])
-            for head in (self.student, self.teacher)
-        )
-        student_scale, teacher_scale = self.scales
-        scales = student_scale[token_slice], teacher_scale[token_slice]
-        labels = None if self.labels is None else self.labels[token_slice]
-        terms = None if self.terms is None else self.terms[:, token_slice]
-        return Heads(student, teacher, scales, self.beta, self.kinds, labels, terms)
-
 
 class DivergenceStats(NamedTuple):
     """Statistics of each token: rows of [10, N] fp32, base 2, with the same bits on every rank.

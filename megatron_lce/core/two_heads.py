@@ -59,7 +59,7 @@ class TwoHeads:
     rows: RowInputs | Any = None  # the student's
     teacher_scale: Tensor | Any = None  # [N]
     stats: Tensor | Any = None  # [10 or 13, N], `DivergenceStats`
-    heads: Heads | Any = None  # of a block
+    hiddens: tuple[Tensor, ...] = ()  # of a block, the student's and the teacher's
     raw_logits: Tensor | None = None  # [2, N, C] products while they are in memory
     terms: Tensor | Any = None  # [5, N], `GradTerms`
     grad_buffer: Tensor | None = None  # of a block's gradients, which are collected
@@ -82,32 +82,31 @@ class TwoHeads:
 
     def subset(self, index: slice | Tensor) -> Self:
         some = replace(self, rows=self.rows.select(index), stats=self.stats[:, index])
-        some.teacher_scale = self.teacher_scale[index]
+        some.hiddens, some.teacher_scale = tuple(x[index] for x in self.hiddens), self.teacher_scale[index]
         some.terms = None if self.terms is None else self.terms[:, index]
+        some.cached = None if self.cached is None else self.cached[index]
         return some
 
     def of_block(self, *blocks: TokenBlock) -> Self:
-        block, teacher_block = blocks
-        of_block = self.subset(block.row_slice)
-        of_block.heads = Heads(
-            self.call.head._replace(hidden=block.hidden.wait()),
-            self.teacher._replace(hidden=teacher_block.hidden.wait()),
-            (of_block.rows.scale, of_block.teacher_scale),
-            self.beta,
-            computed_kinds(self.kinds, self.beta),
-            of_block.rows.labels if self.return_student and self.terms is None else None,
-            of_block.terms,
-        )
-        if self.grad_buffer is not None:
-            of_block.cached = self.grad_buffer[: block.num_tokens]
+        of_block, num_tokens = self.subset(blocks[0].row_slice), blocks[0].num_tokens
+        of_block.hiddens = tuple(block.hidden.wait() for block in blocks)
+        of_block.cached = None if self.grad_buffer is None else self.grad_buffer[:num_tokens]
         return of_block
+
+    def heads(self, columns: slice) -> Heads:
+        """Return both heads of a block's rows and some columns."""
+        pairs = zip((self.call.head, self.teacher), self.hiddens, strict=True)
+        student, teacher = (head._replace(hidden=hidden, weight=head.weight[columns]) for head, hidden in pairs)
+        scales, kinds = (self.rows.scale, self.teacher_scale), computed_kinds(self.kinds, self.beta)
+        labels = self.rows.labels if self.return_student and self.terms is None else None
+        return Heads(student, teacher, scales, self.beta, kinds, labels, self.terms)
 
     def parts_with_stats(self, plan: Plan) -> Iterator[Self]:
         backend, group, shard, all_terms = self.call.backend, self.call.options.tp_group, self.call.shard, []
         buffer = self.call.head.hidden.new_empty(0, dtype=torch.float32)
         for tokens in slices(self.stats.shape[1], plan.stats_tokens):
-            part, heads = self.subset(tokens), self.heads.block(tokens, slice(0, shard.num_columns))
-            stats, part.heads, part.cached = part.stats, heads, None if self.cached is None else self.cached[tokens]
+            part = self.subset(tokens)
+            stats, heads = part.stats, part.heads(slice(0, shard.num_columns))
             softmaxes, sums = stats[:SOFTMAX_ROWS], stats[SOFTMAX_ROWS:]
             # A rank without columns skips products only, and runs every collective.
             raw_logits = part.raw_logits = _raw_logits(heads, buffer) if shard.num_columns > 0 else None
@@ -127,7 +126,7 @@ class TwoHeads:
             if self.cached is None and part.terms is not None:
                 all_terms.append(part.terms)
         if all_terms:  # for `write`
-            self.heads = self.heads._replace(terms=torch.cat(all_terms, dim=1))
+            self.terms = torch.cat(all_terms, dim=1)
 
     def outputs(self) -> LinearDivergenceOutput:
         outputs, to_nats = divergences_in_nats(self.stats, self.rows, self.kinds, self.beta)
@@ -136,13 +135,13 @@ class TwoHeads:
         return outputs._replace(student=student)
 
     def find_terms(self, upstream: dict[str, Tensor | None]) -> None:
+        call, to_nats, scale = self.call, self.rows.to_nats, self.rows.scale
         grads = {kind: grad.float() for kind in self.kinds if (grad := upstream[kind]) is not None}
-        self.kinds = tuple(grads)
-        to_nats, scale = self.rows.to_nats, self.rows.scale
-        self.terms = gradient_terms(grads, self.stats, to_nats, scale, self.call.head, self.beta)
+        self.terms = gradient_terms(grads, self.stats, to_nats, scale, call.head, self.beta)
         if self.raw_logits is not None and self.cached is not None:
-            heads = self.heads._replace(terms=self.terms)
-            self.call.backend.divergence_grad_logits(heads, self.raw_logits, self.stats, self.cached)
+            heads = self.heads(slice(0, call.shard.num_columns))
+            call.backend.divergence_grad_logits(heads, self.raw_logits, self.stats, self.cached)
+        self.kinds = tuple(grads)
 
     def take_cached(self) -> Tensor | None:
         cached, self.cached = self.cached, None
@@ -152,9 +151,10 @@ class TwoHeads:
         """Recompute both heads' logits, and write the student's gradient to a slab."""
         if self.raw_logits is None:
             self.raw_logits = self.call.head.hidden.new_empty(0, dtype=torch.float32)
-        heads = self.heads.block(token_slice, col_slice)
+        part = self.subset(token_slice)
+        heads = part.heads(col_slice)
         raw_logits = _raw_logits(heads, self.raw_logits)
-        self.call.backend.divergence_grad_logits(heads, raw_logits, self.stats[:, token_slice], grad)
+        self.call.backend.divergence_grad_logits(heads, raw_logits, part.stats, grad)
 
 
 def _raw_logits(heads: Heads, buffer: Tensor) -> Tensor:
