@@ -50,9 +50,13 @@ class Call:
         """Sizes for plans, the same on every rank."""
         options, (hidden, weight, *_) = self.options, self.head
         num_extremes, _, num_stats = row_counts(options.entropy, options.telemetry)
-        scratch = self.backend.scratch_bytes(hidden, weight, options.telemetry)
-        if self.head.softcap is not None and not self._keeps_slopes(self.head.softcap):
-            scratch = scratch._replace(caches=False)
+        scratch, temperature = self.backend.scratch_bytes(hidden, weight, options.telemetry), self.head.temperature
+        if (softcap := self.head.softcap) is not None:
+            # Cached exponentials must give the slope of a softcap, 1 - tanh^2, as well as they give p. Their error,
+            # relative to the logit's range, grows with temperature / softcap. The mean logit's gradient needs the slope
+            # also where an exponential underflowed.
+            is_cool = isinstance(temperature, float) and SOFTCAP_TEMPERATURES * temperature <= softcap
+            scratch = scratch._replace(caches=scratch.caches and is_cool and not options.telemetry)
         return HeadSize(
             hidden_size=hidden.shape[1],
             max_columns=self.shard.max_columns,
@@ -62,16 +66,6 @@ class Call:
             needs_weight_acc=weight.dtype != torch.float32 and options.weight_grad_sink is None,
             shards_aligned=not any(n % ALIGNED_COLUMNS for n in (self.shard.max_columns, options.vocab_size or 0)),
         )
-
-    def _keeps_slopes(self, softcap: float) -> bool:
-        """Return whether cached exponentials give the slope of a softcap, 1 - tanh^2, as well as they give p.
-
-        Their error, relative to the logit's range, grows with temperature / softcap. The mean logit's gradient needs
-        the slope also where an exponential underflowed.
-        """
-        temperature = self.head.temperature
-        is_cool = isinstance(temperature, float) and SOFTCAP_TEMPERATURES * temperature <= softcap
-        return is_cool and not self.options.telemetry
 
     def without_tensors(self) -> Self:
         """Return a copy without tensors, which an autograd node saves separately, and without a hold on the group."""

@@ -139,13 +139,11 @@ class UpstreamCheck:
             if self._is_looked_at:
                 self._send(torch.stack([low, high]))
             else:
-                self._look(float(low), float(high))
+                least, most = float(low), float(high)
+                self._is_looked_at = least <= most
+                if least < most:
+                    raise RuntimeError(_refusal(least, most))
         return high.masked_fill(low != high, torch.nan).masked_fill(low > high, 0.0)
-
-    def _look(self, low: float, high: float) -> None:
-        self._is_looked_at = low <= high
-        if low < high:
-            raise RuntimeError(_refusal(low, high))
 
     def _send(self, numbers: Tensor) -> None:
         """Start copying what the next forward pass looks at; the host does not wait."""
