@@ -7,7 +7,7 @@ import torch
 
 from megatron_lce.backends.torch import primitives as torch_backend
 from megatron_lce.core.backend import Backend
-from megatron_lce.core.caller import warn
+from megatron_lce.core.eager import warn
 from megatron_lce.core.options import BackendName
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_lce.core.caller import warn
+from megatron_lce.core.eager import warn
 from megatron_lce.core.options import BackendName, Options
 
 P = ParamSpec("P")

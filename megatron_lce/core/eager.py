@@ -1,7 +1,12 @@
-"""What a call runs under: outside compiled graphs, each call one break of the graph; without autocast, and traced."""
+"""What a call runs under: outside compiled graphs, each call one break of the graph; without autocast, and traced.
+
+Its warnings point at the line of a user's that led to them.
+"""
 
 import contextlib
 import functools
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
@@ -11,6 +16,7 @@ from torch.profiler import record_function
 P = ParamSpec("P")
 R = TypeVar("R")
 _NO_RANGE = contextlib.nullcontext()
+_OURS = ("megatron_lce.", "torch.", "megatron.core.", "contextlib.")
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
@@ -44,3 +50,12 @@ def without_autocast(device: torch.device, name: str) -> Iterator[None]:
     without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
     with without, trace_range(name):
         yield
+
+
+@eager
+def warn(message: str) -> None:
+    """Warn at the last line before this package, torch and megatron-core, through which a model calls its head."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)

@@ -20,8 +20,8 @@ from megatron_lce.api.support_logprobs import support_logprobs
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import laying_out, refusing
-from megatron_lce.core.caller import warn
 from megatron_lce.core.divergence_types import Kind, LinearDivergenceOutput
+from megatron_lce.core.eager import warn
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall, StoredHead, batch_first, csr_sequence_first
 

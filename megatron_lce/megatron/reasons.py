@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_lce.checks.together import agree
-from megatron_lce.core.caller import warn
+from megatron_lce.core.eager import warn
 from megatron_lce.megatron.heads import logits_reasons, loss_reasons, reasons_after_call, reasons_in_call, weight_of
 
 if TYPE_CHECKING:
