@@ -21,7 +21,7 @@ from megatron_lce.checks.validation import require
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, Telling
 from megatron_lce.core.lm_head import LMHead
-from megatron_lce.core.matmul import aligned_rows
+from megatron_lce.core.matmul import aligned_rows, matmul
 from megatron_lce.core.options import Options, Shard
 
 T = TypeVar("T")
@@ -289,7 +289,7 @@ class Checks:
             shard=self.shard,
             backend=backend,
             shape=labels.shape,
-            matmul=backend.matmul,
+            matmul=backend.matmul if self.weight.dtype == torch.float32 else matmul,
             telling=self.telling,
         )
 

@@ -41,7 +41,7 @@ class Call:
     shard: Shard
     backend: Backend
     shape: tuple[int, ...]
-    matmul: Callable[..., None] = matmul  # for gradients; a backend's may make the copies that `size` accounts for
+    matmul: Callable[..., None] = matmul  # for gradients; an fp32 weight's may make copies that `size` accounts for
     telling: Telling = nullcontext
     group: ref[ProcessGroup] | None = None  # of a saved call: a group that a live graph kept could abort at exit
 

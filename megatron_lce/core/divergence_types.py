@@ -43,10 +43,6 @@ def computed_kind(kind: Kind, beta: float) -> Kind:
     return kind if kind != "jsd" or 0 < beta < 1 else "forward_kl" if beta == 0 else "reverse_kl"
 
 
-def computed_kinds(kinds: Iterable[Kind], beta: float) -> tuple[Kind, ...]:
-    return tuple(dict.fromkeys(computed_kind(kind, beta) for kind in kinds))
-
-
 class Heads(NamedTuple):
     """Student, teacher, and per-token inputs of their comparison: the same tokens and columns of both."""
 
@@ -54,7 +50,7 @@ class Heads(NamedTuple):
     teacher: LMHead
     scales: tuple[Tensor, Tensor]  # [N] fp32 each, as in `RowInputs`
     beta: float
-    kinds: tuple[Kind, ...]  # the divergences, or those with a gradient; see `computed_kinds`
+    kinds: tuple[Kind, ...]  # the divergences, or those with a gradient; see `computed_kind`
     labels: Tensor | None = None  # [N] int32 columns; outside [0, C): not in this shard; None: no student outputs
     terms: Tensor | None = None  # [5, N], packed `GradTerms`; None: no gradient
 

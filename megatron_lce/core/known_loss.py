@@ -27,8 +27,7 @@ def sum_of_losses(
     call, needs_grad = source.call, any(needed_gradients(source.call))
     losses = Losses(loss, per_token, source.differentiable, needs_grad, call.head.hidden.device, call.telling)
     results = forward_with_gradient(source, losses, name)
-    loss_sum, metrics = losses.totals()
-    metrics = {name: metric.view((*call.shape, *metric.shape[1:])) for name, metric in metrics.items()}
+    loss_sum, metrics = losses.totals(call.shape)
     if results.head_grads is not None:
         loss_sum = _scaled_in_backward(loss_sum, results, Tensor.float, name)
     return (loss_sum, results.outputs, metrics), losses

@@ -66,12 +66,12 @@ class OneHead:
             self.cache = new_cache(call.size, num_tokens, call.shard.num_columns, call.head.hidden)
 
     def subset(self, index: slice | Tensor) -> Self:
-        of_rows = {name: getattr(self, name) for name in ("labels", "ids", "log_p")}
         some = replace(self, rows=self.rows.select(index), cache=None)
         if isinstance(index, Tensor) and self.cache is not None:
             some.cache = self.cache.keep(index, min(self.call.options.workspace_bytes, MOVED_BYTES))
-        for name, tensor in of_rows.items():
-            setattr(some, name, None if tensor is None else tensor[index])
+        for name in ("labels", "ids", "log_p"):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(some, name, tensor[index])
         if self.terms is not None:
             some.terms = self.terms[:, index]
             some.candidates = None if self.candidates is None else self.candidates.select(index)

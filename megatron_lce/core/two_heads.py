@@ -29,7 +29,7 @@ from megatron_lce.core.divergence_types import (
     Heads,
     Kind,
     LinearDivergenceOutput,
-    computed_kinds,
+    computed_kind,
     divergences_in_nats,
     gradient_terms,
     merged_softmaxes,
@@ -97,7 +97,8 @@ class TwoHeads:
         """Return both heads of a block's rows and some columns."""
         pairs = zip((self.call.head, self.teacher), self.hiddens, strict=True)
         student, teacher = (head._replace(hidden=hidden, weight=head.weight[columns]) for head, hidden in pairs)
-        scales, kinds = (self.rows.scale, self.teacher_scale), computed_kinds(self.kinds, self.beta)
+        scales = self.rows.scale, self.teacher_scale
+        kinds = tuple(dict.fromkeys(computed_kind(kind, self.beta) for kind in self.kinds))
         labels = self.rows.labels if self.return_student and self.terms is None else None
         return Heads(student, teacher, scales, self.beta, kinds, labels, self.terms)
 

@@ -42,8 +42,8 @@ def softmax_stats(
     hidden, weight = head.hidden, head.weight
     num_tokens, (num_columns, width) = hidden.shape[0], weight.shape
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
-    if cache is None:
-        tile = tiles.stats_tile(tile, num_tokens)
+    if cache is None and tile == tiles.HOPPER_16_BIT and num_tokens <= tiles.HOPPER_FEW_ROWS.block_n:
+        tile = tiles.HOPPER_FEW_ROWS  # all tiles give a row the same bits
     *_, num_rows = row_counts(options.entropy, options.telemetry)
     stats = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
     if num_columns == 0:

@@ -58,11 +58,6 @@ def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device)
     return by_family.get(_capability(device)[0], AMPERE_16_BIT)
 
 
-def stats_tile(tile: Tiles, num_rows: int) -> Tiles:
-    """Return the tile of statistics without a cache. All tiles give a row the same bits."""
-    return HOPPER_FEW_ROWS if tile == HOPPER_16_BIT and num_rows <= HOPPER_FEW_ROWS.block_n else tile
-
-
 def block_rows(on_gpu: int, num_rows: int) -> int:
     """Return the rows of a program: up to 128 in the interpreter, which runs Python code for each program."""
     return min(128, triton.next_power_of_2(max(num_rows, 1))) if triton.knobs.runtime.interpret else on_gpu
