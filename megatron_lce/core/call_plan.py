@@ -27,11 +27,6 @@ class Plan(NamedTuple):
     slab_columns: int  # 0: logits are cached, or there is no gradient
     in_forward: bool = False  # gradients are computed in forward, block by block
 
-    def __str__(self) -> str:
-        return f"blocks of {self.block_tokens:,} tokens, statistics of {self.stats_tokens:,} at once, " + (
-            "logits cached" if self.cache_tokens else f"slabs of {self.slab_tokens:,} x {self.slab_columns:,} logits"
-        )
-
 
 @lru_cache(maxsize=1024)
 def plan_call(
