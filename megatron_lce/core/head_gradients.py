@@ -54,7 +54,7 @@ class HeadGradients:
                 if self._needs_hidden:
                     self._add_hidden(block, grad, token_slice, col_slice)
                     is_last = token_slice.stop == num_tokens and col_slice.stop == num_columns
-                    if is_last and self._tokens.reduces:  # under the last product for the weight
+                    if is_last and self._tokens.reduces:  # it runs under the last product for the weight
                         self._close_block()
                 if self._weight is not None:
                     self._weight.add(block, grad, token_slice, col_slice)
