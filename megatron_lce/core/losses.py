@@ -167,9 +167,9 @@ class Losses:
     @torch.no_grad()
     def totals(self, shape: tuple[int, ...]) -> tuple[Tensor, Metrics]:
         """Return the sum over all tokens, [] fp32, and the metrics of every token, of that shape: 0 in skipped rows."""
+        scatter, loss_sum = self._row_index.scatter, self._row_index.nan_if_wrong(self._loss_sum)
         metrics = {name: torch.cat([part[name] for part in self._metrics]) for name in self._metrics[0]}
-        metrics = {n: self._row_index.scatter(m).view((*shape, *m.shape[1:])) for n, m in metrics.items()}
-        return self._row_index.nan_if_wrong(self._loss_sum), metrics
+        return loss_sum, {n: scatter(m).view((*shape, *m.shape[1:])) for n, m in metrics.items()}
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
