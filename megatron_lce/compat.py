@@ -14,13 +14,15 @@ import re
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce.checks import validation
-from megatron_lce.checks.together import checked_together
+from megatron_lce.checks.together import checked_together, laying_out
 from megatron_lce.core import collectives
 from megatron_lce.core.eager import eager
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.one_head import OneHead
 from megatron_lce.core.options import IGNORE_INDEX, Options, Telemetry
 from megatron_lce.core.passes import forward_with_gradient
@@ -107,29 +109,28 @@ def areal_linear_cross_entropy(
 
     It is fp32 [N] for every reduction, before the temperature, without gradient, and 0 in ignored rows.
     """
-    options = Options(
-        dist_process_group, temperature=temperature, telemetry=return_max_logits, skip_ignored=skip_ignored
-    )
+    telemetry = return_max_logits is True
+    options = Options(dist_process_group, temperature=temperature, telemetry=telemetry, skip_ignored=skip_ignored)
     compared: dict[str, Any] = {"reduction": reduction, "return_max_logits": return_max_logits}
     compared |= {"reduce_grad_hidden": reduce_grad_hidden, "rows of weight": validation.num_weight_rows(weight)}
     name = "areal_linear_cross_entropy"
     with checked_together(
         name, hidden, weight, labels, options, group_name="dist_process_group", takes_dtensors=True, compared=compared
     ) as checks:
-        shape = checks.head()
         validation.check_choice("reduction", reduction, get_args(Reduction))
-        validation.check_bool("return_max_logits", return_max_logits)
-        ids = _checked_labels(checks.labels, shape)
+        validation.check_number("return_max_logits", return_max_logits, bool)
+        ids = _checked_labels(checks.labels, checks.shape)
         if isinstance(temperature, Tensor):
             temperature = temperature.reshape(-1)
             temperature = temperature.expand(ids.numel()) if temperature.numel() == 1 else temperature
-            validation.check_temperature(temperature, (ids.numel(),), ids.device)
+            validation.check_logits(LMHead(hidden, weight, temperature), (ids.numel(),))
             temperature = temperature.view(ids.shape).where(ids >= 0, 1.0)  # anything in ignored rows
         if reduce_grad_hidden is None:
             reduce_grad_hidden = not is_summed_in_front(hidden, dist_process_group)
-        call_options = replace(checks.options, temperature=temperature, reduce_grad_hidden=reduce_grad_hidden)
-        checks.rest(ids.where(ids >= 0, IGNORE_INDEX), call_options)
-    out = forward_with_gradient(OneHead(checks.call())).outputs
+        validation.check_number("reduce_grad_hidden", reduce_grad_hidden, bool)
+        checks.labels = ids.where(ids >= 0, IGNORE_INDEX)
+        checks.options = replace(checks.options, temperature=temperature, reduce_grad_hidden=reduce_grad_hidden)
+    out = forward_with_gradient(OneHead(checks.call)).outputs
     assert out.entropy is not None
     results = tuple(reduced(value.reshape(-1), reduction) for value in (out.logprobs, out.entropy))
     if out.max_logit is None:
@@ -179,25 +180,26 @@ def torch_linear_cross_entropy(
     }
     smooth: Telemetry = bool(label_smoothing) and "mean_logit"
     call_options = Options(tp_group, ignore_index=ignored, entropy=False, telemetry=smooth, skip_ignored=skip_ignored)
-    name, names = "torch_linear_cross_entropy", ("input", "linear_weight", "target")
-    with checked_together(
-        name, input, linear_weight, target, call_options, names=names, takes_dtensors=True, compared=compared
-    ) as checks:
-        if linear_bias is not None:
-            raise NotImplementedError("linear_bias must be None: the fused head does not support a bias")
-        if options is not None:
-            raise NotImplementedError(
-                "options must be None: this head does not chunk the batch; "
-                "to bound memory, use workspace_bytes of megatron_lce.linear_cross_entropy"
-            )
-        if weight is not None and smooth:
-            raise NotImplementedError("weight must be None where label_smoothing is not 0, got both")
-        if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
-            requirement = "be [V, H]: losses over further dimensions of classes are not supported"
-            raise NotImplementedError(f"linear_weight must {requirement}, got {tuple(linear_weight.shape)}")
-        if isinstance(target, Tensor) and target.is_floating_point():
-            raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
-        checks.head()
+    name = "torch_linear_cross_entropy"
+    names = validation.NAMES | {"hidden": "input", "weight": "linear_weight", "labels": "target"}
+    shape, kind = validation.shape_of(linear_weight), getattr(target, "dtype", torch.int64)
+    unsupported = {
+        "linear_bias must be None: the fused head does not support a bias": linear_bias is not None,
+        "options must be None: this head does not chunk the batch; to bound memory, use workspace_bytes of "
+        "megatron_lce.linear_cross_entropy": options is not None,
+        "weight must be None where label_smoothing is not 0, got both": weight is not None and smooth,
+        f"linear_weight must be [V, H]: losses over further dimensions of classes are not supported, got {shape}": len(
+            shape or ()
+        )
+        > 2,
+        f"target must be class ids: probabilities are not supported, got {kind}": kind.is_floating_point,
+    }
+    with (
+        laying_out(*(NotImplementedError(reason) for reason, holds in unsupported.items() if holds)),
+        checked_together(
+            name, input, linear_weight, target, call_options, names=names, takes_dtensors=True, compared=compared
+        ) as checks,
+    ):
         validation.check_choice("reduction", reduction, get_args(Reduction))
         validation.check_fraction("label_smoothing", label_smoothing)
         num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
@@ -207,8 +209,7 @@ def torch_linear_cross_entropy(
             requirement = f"be floating [{num_classes}] on {input.device}, a factor for each class"
             validation.require(fits, "weight", requirement, f"{weight.dtype} {tuple(weight.shape)} on {weight.device}")
             validation.check_no_gradient("weight", weight)
-        checks.rest()
-    out = forward_with_gradient(OneHead(checks.call())).outputs
+    out = forward_with_gradient(OneHead(checks.call)).outputs
     target = checks.labels
     valid_mask, loss = target != ignored, -out.logprobs
     factors = valid_mask.float()
@@ -229,13 +230,13 @@ def reduced(values: Tensor, reduction: Reduction, factors: Tensor | None = None)
 
 def _checked_labels(labels: Tensor, rows: tuple[int, ...]) -> Tensor:
     """Return labels as int64 of the shape of hidden's rows, on all sequence-parallel ranks."""
-    validation.check_is_tensor("labels", labels)
+    validation.check_tensor("labels", labels)
     # Flattened labels [b, s] would not match the rows of a hidden [s, b, H].
     order, ids = ([size for size in sizes if size != 1] for sizes in (rows, labels.shape))
     if labels.numel() != math.prod(rows) or (len(order) > 1 and len(ids) > 1 and order != ids):
         raise ValueError(f"labels must have hidden's order of rows, {rows}, got {tuple(labels.shape)}")
     labels = validation.as_int64(labels.reshape(rows))
-    validation.check_label_tensor(labels)
+    validation.check_tensor("labels", labels, torch.int64)
     return labels
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_lce.api.keywords import DivergenceLossOptions, DivergenceOptions
 from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, flat_per_token, name_of
 from megatron_lce.checks import validation
-from megatron_lce.checks.together import check_keywords, checked_together
+from megatron_lce.checks.together import aligned_head, check_keywords, checked_together, keyword_options
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import all_gather_stack, wait_if_async
 from megatron_lce.core.divergence_types import KINDS, Kind, LinearDivergenceOutput
@@ -30,8 +30,8 @@ from megatron_lce.core.eager import eager, without_autocast
 from megatron_lce.core.known_loss import sum_of_losses
 from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.losses import Metrics, TokenLossFunction
-from megatron_lce.core.matmul import aligned_rows, matmul
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.matmul import matmul
+from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.passes import forward_with_gradient
 from megatron_lce.core.two_heads import TwoHeads
 
@@ -45,7 +45,10 @@ _DEFAULTS: dict[str, Any] = {  # keywords besides `Options`, and their defaults
     "return_student": False,
     "_teacher_shift": 0,  # of captured heads: the teacher's rows are so much further on in dimension 0, the sequence
 }
-_SHARED_KEYWORDS = DivergenceOptions.__optional_keys__ - _DEFAULTS.keys() - {"labels"}
+_STUDENT, _TEACHER = (
+    validation.NAMES | {name: f"{role}_{name}" for name in ("hidden", "weight", "logits_scale", "softcap")}
+    for role in ("student", "teacher")
+)
 
 
 class DivergenceLoss(NamedTuple):
@@ -99,10 +102,8 @@ def linear_divergence(
         TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in backward with `create_graph=True`.
     """
-    keywords = {"kinds": kinds, **options}
-    name = "linear_divergence"
-    heads = _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords)
-    return forward_with_gradient(heads).outputs
+    keywords, heads = {"kinds": kinds, **options}, (student_hidden, student_weight, teacher_hidden, teacher_weight)
+    return forward_with_gradient(_prepare("linear_divergence", *heads, keywords)).outputs
 
 
 def linear_jsd(
@@ -170,77 +171,69 @@ def _prepare(
     loss_args: tuple[TokenLossFunction, tuple[Tensor, ...]] | None = None,
 ) -> TwoHeads:
     """Check the arguments, and lay them out; `loss_args`: the caller's loss and its tensors per token."""
-    extra = {keyword: keywords.pop(keyword, default) for keyword, default in _DEFAULTS.items()}
-    kinds, labels, beta = keywords.pop("kinds"), keywords.pop("labels", None), extra["beta"]
-    teacher_hidden, teacher_weight = wait_if_async(teacher_hidden), wait_if_async(teacher_weight)
-    extra["teacher_temperature"] = wait_if_async(extra["teacher_temperature"])
-    options = Options(entropy=False, **{key: value for key, value in keywords.items() if key in _SHARED_KEYWORDS})
+    own = {keyword: keywords.pop(keyword, default) for keyword, default in _DEFAULTS.items()}
+    kinds, labels, beta = keywords.pop("kinds"), keywords.pop("labels", None), own["beta"]
+    own["teacher_temperature"] = wait_if_async(own["teacher_temperature"])
+    teacher = LMHead(
+        wait_if_async(teacher_hidden),
+        wait_if_async(teacher_weight),
+        own["teacher_temperature"],
+        own["teacher_logits_scale"],
+        own["teacher_softcap"],
+    )
+    of_student = {"logits_scale": own["student_logits_scale"], "softcap": own["student_softcap"]}
+    options = keyword_options(keywords, DivergenceOptions, entropy=False, **of_student)
     compared = {
-        **extra,
+        **own,
         "kinds": kinds,
-        "teacher_hidden": validation.describe_tensor(teacher_hidden),
-        "teacher_weight": validation.describe_tensor(teacher_weight),
+        "teacher_hidden": validation.describe_tensor(teacher.hidden),
+        "teacher_weight": validation.describe_tensor(teacher.weight),
         "beta": int(beta) if isinstance(beta, int | float) and beta in (0, 1) else beta,  # two kinds of their own
     }
     if loss_args is not None:
         compared["loss"] = name_of(loss_args[0])
-    names = ("student_hidden", "student_weight", "labels")
     with checked_together(
-        name, student_hidden, student_weight, labels, options, names=names, compared=compared
+        name, student_hidden, student_weight, labels, options, names=_STUDENT, compared=compared
     ) as checks:
         check_keywords(name, keywords, DivergenceOptions)
-        shape = checks.head()
-        for role, hidden, weight in (
-            ("student", student_hidden, student_weight),
-            ("teacher", teacher_hidden, teacher_weight),
+        hidden, weight, names = checks.hidden, checks.weight, _TEACHER | {"temperature": "teacher_temperature"}
+        if own["teacher_temperature"] is None:
+            teacher, names = teacher._replace(temperature=checks.options.temperature), _TEACHER
+        validation.check_head(hidden, weight, _STUDENT, fp32_weight=False)
+        validation.check_head(teacher.hidden, teacher.weight, names, fp32_weight=False)
+        device, rows, teacher_rows = hidden.device, tuple(hidden.shape[:-1]), tuple(teacher.hidden.shape[:-1])
+        for what, requirement, expected, got in (
+            ("teacher_hidden", "be on student_hidden's device", device, teacher.hidden.device),
+            ("teacher_hidden", "have student_hidden's shape but for H", rows, teacher_rows),
+            (
+                "teacher_weight",
+                "hold as many rows of the vocabulary as student_weight",
+                len(weight),
+                len(teacher.weight),
+            ),
         ):
-            validation.check_tensor(f"{role}_hidden", hidden)
-            validation.check_tensor(f"{role}_weight", weight)
-            validation.check_head(f"{role}_hidden", hidden, f"{role}_weight", weight, fp32_weight=False)
-            validation.check_number(f"{role}_logits_scale", extra[f"{role}_logits_scale"])
-            if extra[f"{role}_softcap"] is not None:
-                validation.check_number(f"{role}_softcap", extra[f"{role}_softcap"], positive=True)
-        device, num_rows = student_hidden.device, len(student_weight)
-        student_shape, teacher_shape = tuple(student_hidden.shape[:-1]), tuple(teacher_hidden.shape[:-1])
-        requirement = "hold as many rows of the vocabulary as student_weight"
-        validation.check_same("teacher_hidden", "be on student_hidden's device", device, teacher_hidden.device)
-        validation.check_same("teacher_hidden", "have student_hidden's shape but for H", student_shape, teacher_shape)
-        validation.check_same("teacher_weight", requirement, num_rows, len(teacher_weight))
-        if extra["teacher_temperature"] is not None:
-            validation.check_temperature(extra["teacher_temperature"], shape, device, "teacher_temperature")
+            validation.require(got == expected, what, f"{requirement}, {expected}", got)
+        validation.check_logits(teacher, checks.shape, names)
         is_sequence = isinstance(kinds, Sequence) and not isinstance(kinds, str)
         validation.require(is_sequence, "kinds", "be a sequence of names", type(kinds).__name__, TypeError)
         validation.require(len(kinds) > 0, "kinds", "name at least one divergence", kinds)
         for kind in kinds:
             validation.check_choice("kinds", kind, KINDS)
         validation.check_fraction("beta", beta)
-        validation.check_bool("return_student", extra["return_student"])
-        has_labels = labels is not None or not extra["return_student"]
-        validation.require(has_labels, "labels", "be given for return_student", None)
+        validation.check_number("return_student", own["return_student"], bool)
         if loss_args is not None:
-            check_loss(*loss_args, shape, device)
-        no_labels = None  # `checks` has those that were given
-        if labels is None and loss_args is None:
-            no_labels = checks.hidden.new_full(shape, int(options.ignore_index == 0), dtype=torch.int64)
-        checks.rest(no_labels)
-        for role, of in (("student", "temperature"), ("teacher", "teacher_temperature")):
-            of = of if extra.get(of) is not None else "temperature"
-            numbers = extra[f"{role}_logits_scale"], extra[f"{role}_softcap"], extra.get(of, options.temperature)
-            validation.check_quotients(*numbers, f"{role}_", of)
-    call, alignment = checks.call(), 16 // teacher_hidden.element_size()
-    temperature = call.head.temperature if extra["teacher_temperature"] is None else extra["teacher_temperature"]
-    teacher_hidden = _later_rows(teacher_hidden.detach(), extra["_teacher_shift"], call)
-    hidden = aligned_rows(teacher_hidden.reshape(-1, teacher_hidden.shape[-1]), alignment)
-    weight = aligned_rows(teacher_weight.detach().contiguous(), alignment)
-    temperature = temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature)
-    teacher = LMHead(hidden, weight, temperature, extra["teacher_logits_scale"], extra["teacher_softcap"])
-    student = call.head._replace(logits_scale=extra["student_logits_scale"], softcap=extra["student_softcap"])
+            check_loss(*loss_args, checks.shape, device)
+        elif labels is None:
+            validation.require(not own["return_student"], "labels", "be given for return_student", None)
+            checks.labels = hidden.new_full(checks.shape, int(options.ignore_index == 0), dtype=torch.int64)
+    call = checks.call
+    teacher_hidden = _later_rows(teacher.hidden.detach(), own["_teacher_shift"], call)
     return TwoHeads(
-        replace(call, head=student, matmul=matmul),
-        teacher,
+        replace(call, matmul=matmul),
+        aligned_head(teacher._replace(hidden=teacher_hidden, weight=teacher.weight.detach())),
         kinds=tuple(dict.fromkeys(kinds)),
         beta=float(beta),
-        return_student=extra["return_student"],
+        return_student=own["return_student"],
     )
 
 

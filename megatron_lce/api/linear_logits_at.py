@@ -50,10 +50,9 @@ def linear_logits_at(
     call_options = keyword_options(options, HeadGradientOptions, entropy=False)
     with checked_together(name, hidden, weight, None, call_options, compared=compared) as checks:
         check_keywords(name, options, HeadGradientOptions)
-        shape = checks.head()
-        check_ids(ids, offsets, shape, hidden.device)
-        checks.rest(checks.hidden.new_zeros(shape, dtype=torch.int64))
-    call = checks.call()
+        check_ids(ids, offsets, checks.shape, hidden.device)
+        checks.labels = checks.hidden.new_zeros(checks.shape, dtype=torch.int64)
+    call = checks.call
     with torch.no_grad():
         csr_ids = csr_from_dense(ids.reshape(-1, ids.shape[-1])) if offsets is None else csr_from_offsets(ids, offsets)
     logits = LogitsAtFunction.apply(call.head.hidden, call.head.weight, call, csr_ids, False)
@@ -67,8 +66,8 @@ def check_ids(ids: Tensor, offsets: Tensor | None, shape: tuple[int, ...], devic
     """Check ids [..., K] of tokens of that shape, or CSR's ids [M] and offsets [N + 1]."""
     for name, tensor in (("ids", ids), ("offsets", offsets)):
         if tensor is not None:
-            validation.check_label_tensor(tensor, name)
-            validation.check_same(name, "be on hidden's device", device, tensor.device)
+            validation.check_tensor(name, tensor, torch.int64)
+            validation.require(tensor.device == device, name, f"be on hidden's device, {device}", tensor.device)
     if offsets is None:
         validation.check_ids_shape("ids", ids, shape, "the tokens'")
         return

@@ -92,10 +92,8 @@ def linear_token_loss(
         if "logits_cache_bytes" in options:
             raise TypeError(f"{name} has no keyword logits_cache_bytes: it keeps logits within workspace_bytes")
         check_keywords(name, options, TokenLossOptions)
-        shape = checks.head()
-        check_loss(loss, per_token, shape, hidden.device)
-        checks.rest()
-    call = checks.call()
+        check_loss(loss, per_token, checks.shape, hidden.device)
+    call = checks.call
     results, losses = sum_of_losses(name, OneHead(call), loss, flat_per_token(call, per_token))
     with without_autocast(hidden.device, name), call.telling():
         check_tokens_apart(loss, losses.sample)

@@ -74,16 +74,15 @@ def linear_topk(
         call_options = keyword_options(options, HeadOptions, entropy=False)
         with checked_together(name, hidden, weight, None, call_options, compared=compared) as checks:
             check_keywords(name, options, HeadOptions)
-            shape = checks.head()
-            validation.check_integer("k", k, minimum=1)
+            validation.check_number("k", k, int, minimum=1)
             validation.require(k <= MAX_K, "k", f"be at most {MAX_K}", k)
-            checks.rest(checks.hidden.new_zeros(shape, dtype=torch.int64))
+            checks.labels = checks.hidden.new_zeros(checks.shape, dtype=torch.int64)
             vocab_size = call_options.vocab_size
             if vocab_size is None and (checks.ranks == 1 or call_options.vocab_start is None):
                 vocab_size = checks.ranks * weight.shape[0]
             limit, got = f"be at most the {vocab_size} ids of the vocabulary", f"{k}: is tp_group missing?"
             validation.require(vocab_size is None or k <= vocab_size, "k", limit, got)
-        call = checks.call()
+        call = checks.call
         with without_autocast(call.head.hidden.device, name):
             return reshape_outputs(_topk(call, k), call.shape)
 

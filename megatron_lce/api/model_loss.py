@@ -37,8 +37,6 @@ def model_loss(
     """
     given = Options(logits_cache_bytes=logits_cache_bytes, **options)
     with checked_together("model_loss", hidden, weight, labels, given) as checks:
-        checks.head()
-        checks.rest()
         if counted is not None:
             check_per_token("loss_mask", counted, checks.shape, hidden.device)
-    return token_cross_entropies(checks.call(), formula, upstream, counted)
+    return token_cross_entropies(checks.call, formula, upstream, counted)

@@ -35,13 +35,13 @@ def shift_labels(
         TypeError, ValueError: an argument is not as described. Bounds on the device are not checked, because the host
             would wait: one past the row's end is taken as its end, and a sequence longer than its place is cut.
     """
-    validation.check_is_tensor("tokens", tokens)
-    validation.check_integer("ignore_index", ignore_index)
+    validation.check_tensor("tokens", tokens, torch.int64)
+    validation.check_number("ignore_index", ignore_index, int)
     require(tokens.dim() == 2, "tokens", "be [b, s] or [1, total]", tuple(tokens.shape))
-    require(tokens.dtype == torch.int64, "tokens", "be int64", tokens.dtype, TypeError)
     if mask is not None:
-        validation.check_is_tensor("mask", mask)
-        validation.check_same("mask", "have tokens' shape", tuple(tokens.shape), tuple(mask.shape))
+        validation.check_tensor("mask", mask)
+        shape = tuple(tokens.shape)
+        require(mask.shape == tokens.shape, "mask", f"have tokens' shape, {shape}", tuple(mask.shape))
     has_bounds = cu_seqlens is not None or cu_seqlens_padded is None
     require(has_bounds, "cu_seqlens", "be given with cu_seqlens_padded", None)
     length = tokens.shape[1]
@@ -52,8 +52,9 @@ def shift_labels(
         lengths = bounds.diff()
         if cu_seqlens_padded is not None:
             bounds = _checked_bounds("cu_seqlens_padded", cu_seqlens_padded, tokens)
-            num_bounds = len(cu_seqlens), len(cu_seqlens_padded)
-            validation.check_same("cu_seqlens_padded", "have as many bounds as cu_seqlens", *num_bounds)
+            num_bounds, num_padded = len(cu_seqlens), len(cu_seqlens_padded)
+            requirement = f"have as many bounds as cu_seqlens, {num_bounds}"
+            require(num_padded == num_bounds, "cu_seqlens_padded", requirement, num_padded)
             if _on_host(cu_seqlens) and _on_host(cu_seqlens_padded):
                 sizes, padded_sizes = cu_seqlens.diff(), cu_seqlens_padded.diff()
                 if (longer := sizes > padded_sizes).any():
@@ -72,7 +73,7 @@ def shift_labels(
 
 def _checked_bounds(name: str, bounds: Tensor, tensor: Tensor) -> Tensor:
     """Return bounds of sequences in the tensor's one row, on its device."""
-    validation.check_is_tensor(name, bounds)
+    validation.check_tensor(name, bounds)
     length = tensor.shape[1]
     are_bounds = validation.holds_integers(bounds) and bounds.dim() == 1 and bounds.shape[0] >= 2
     require(are_bounds, name, "be integers [n + 1]", f"{bounds.dtype} {tuple(bounds.shape)}")

@@ -57,14 +57,12 @@ def support_logprobs(
     call_options = keyword_options(options, HeadGradientOptions, entropy=False, ignore_index=ignore_index)
     with checked_together(name, hidden, weight, labels, call_options, compared=compared) as checks:
         check_keywords(name, options, HeadGradientOptions)
-        shape = checks.head()
-        validation.check_bool("entropy", entropy)
-        validation.check_bool("empty_rows", empty_rows)
-        validation.check_label_tensor(labels)
+        validation.check_number("entropy", entropy, bool)
+        validation.check_number("empty_rows", empty_rows, bool)
+        validation.check_tensor("labels", labels, torch.int64)
         validation.check_tensor("offsets", offsets)
-        check_ids(ids, offsets, shape, hidden.device)
-        checks.rest()
-    call = checks.call()
+        check_ids(ids, offsets, checks.shape, hidden.device)
+    call = checks.call
     with torch.no_grad():
         csr_ids = csr_from_offsets(ids, offsets).deduplicated()
     logprobs = LogitsAtFunction.apply(call.head.hidden, call.head.weight, call, csr_ids, True).view(labels.shape)

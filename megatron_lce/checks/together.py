@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.checks import validation
 from megatron_lce.checks.dtensors import to_local_tensors
-from megatron_lce.checks.validation import require
+from megatron_lce.checks.validation import NAMES, require
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, Telling
 from megatron_lce.core.lm_head import LMHead
@@ -25,7 +25,6 @@ from megatron_lce.core.matmul import aligned_rows, matmul
 from megatron_lce.core.options import Options, Shard
 
 T = TypeVar("T")
-HEAD = ("hidden", "weight", "labels")
 _PER_RANK = ("tp_group", "vocab_start")  # may differ between ranks
 
 # For each group the kinds of calls that its ranks have agreed on, and the columns of the largest shard under each.
@@ -52,18 +51,17 @@ def checked_together(
     labels: Any,  # None where the operation makes them
     options: Options,
     *,
-    names: tuple[str, str, str] = HEAD,
+    names: Mapping[str, str] = NAMES,
     group_name: str = "tp_group",
     takes_dtensors: bool = False,
     compared: dict[str, Any] | None = None,
 ) -> Iterator["Checks"]:
-    """Check arguments inside. In a call of a new kind all ranks raise, or none; of a known one, a rank raises alone.
+    """Check arguments. In a call of a new kind all ranks raise, or none; of a known one, a rank raises alone.
 
         with checked_together("linear_topk", hidden, weight, None, options, compared={"k": k}) as checks:
-            shape = checks.head()
-            ...                       # what else the operation takes
-            checks.rest(labels)
-        call = checks.call()
+            ...                       # what else the operation takes; hidden, weight and options are checked before
+            checks.labels = labels    # what the operation makes itself, as its options; both are checked after
+        call = checks.call
 
     In the first call of a kind, ranks exchange their arguments and errors in one gather of small objects, which blocks
     the host. If one rank refuses its arguments, or they differ, all ranks raise. Later calls of the kind compare
@@ -74,7 +72,7 @@ def checked_together(
     the number of rows, of ids a row and of rows that are not ignored.
 
     Args:
-        names: the operation's names for hidden, weight and labels.
+        names: what the operation calls the arguments of its head.
         takes_dtensors: replace DTensors by this rank's own tensors, and options by what the placements imply.
         compared: further values that must be equal on every rank, and tensors that must be alike.
     """
@@ -88,42 +86,28 @@ def checked_together(
     if options.tp_group is not None and not isinstance(options.tp_group, ProcessGroup):
         got = type(options.tp_group).__name__
         raise TypeError(f"{group_name} must be a torch.distributed.ProcessGroup or None, got {got}")
-    ranks = collectives.group_size(options.tp_group)
-    checks = Checks(name, hidden, weight, labels, options, ranks, names)
-    refusal = next(iter(_refusals.get() or ()), None)
-    if options.tp_group is None or ranks == 1:
-        if refusal is not None:
-            raise refusal
-        yield checks
-        return
-    compared = compared or {}  # listed twice: the first fixes the order, the last overrides an option of the same name
-    described = {"operation": name, **compared, **_describe(hidden, weight, labels, options, names), **compared}
-    described |= {"largest shard": max_columns}
-    kind = _kind(described)
-    error: Exception | None = None
+    checks = Checks(name, hidden, weight, labels, options, collectives.group_size(options.tp_group), names)
+    error = next(iter(_refusals.get() or ()), None)
     try:
+        checks.head()
         yield checks
+        checks.rest()
     except (TypeError, ValueError, NotImplementedError) as raised:
-        error = raised
-    error = refusal or error
-    group, start, num_rows = options.tp_group, options.vocab_start, validation.num_weight_rows(weight)
-    columns_by_kind, key = _agreed.setdefault(group, {}), (kind, num_rows if start is None else None)
-    if key not in columns_by_kind:
-        described[f"the shape of {names[0]}"] = validation.shape_of(hidden)
-        sizes = agree(group, described, error, (num_rows, start), group_name)
-        columns_by_kind[key] = _max_columns(sizes, options.vocab_size)
-        checks.telling = partial(_Telling, name, group, group_name, columns_by_kind, key)
-    elif error is None and start is not None and max_columns is None and not collectives.is_cuda_graph_capturing():
-        columns_by_kind[key] = collectives.all_reduce_max(weight.shape[0], group, weight.device)
+        error = error or raised
+    if checks.ranks > 1:
+        # `compared` twice: the first fixes the order, the last overrides an option of the same name.
+        compared = compared or {}
+        described = {"operation": name, **compared, **_describe(hidden, weight, labels, options, names), **compared}
+        checks.compare(described, error, group_name, max_columns)
     if error is not None:
         raise error
-    checks.shard = checks.shard._replace(max_columns=columns_by_kind[key] if max_columns is None else max_columns)
+    checks.lay_out()
 
 
 @contextlib.contextmanager
-def laying_out() -> Iterator[None]:
-    """Lay out arguments and call an operation inside: its check raises the first error that `refuse` was given."""
-    token = _refusals.set(list(_refusals.get() or ()))
+def laying_out(*refused: Exception) -> Iterator[None]:
+    """Lay out arguments and call an operation inside: its check raises the first of the errors that were refused."""
+    token = _refusals.set([*(_refusals.get() or ()), *refused])
     try:
         yield
     finally:
@@ -189,7 +173,7 @@ class _Telling(contextlib.AbstractContextManager[None, None]):
 
 @dataclass
 class Checks:
-    """Checks that all operations share, of plain tensors on this rank."""
+    """Checks that all operations share, of plain tensors on this rank, and the `Call`."""
 
     operation: str
     hidden: Tensor
@@ -197,56 +181,46 @@ class Checks:
     labels: Any  # a tensor; None where the operation makes it
     options: Options
     ranks: int
-    names: tuple[str, str, str] = HEAD
+    names: Mapping[str, str]
     telling: Telling = contextlib.nullcontext
 
-    def head(self) -> tuple[int, ...]:
-        """Check hidden and weight, and return the shape that labels must have."""
-        (hidden_name, weight_name, _), options = self.names, self.options
-        validation.check_bool("sequence_parallel", options.sequence_parallel)
-        validation.check_tensor(hidden_name, self.hidden)
-        validation.check_tensor(weight_name, self.weight)
-        validation.check_head(hidden_name, self.hidden, weight_name, self.weight)
-        self.sequence_shards, self.shape = self.ranks if options.sequence_parallel else 1, tuple(self.hidden.shape[:-1])
+    def head(self) -> None:
+        """Check options, hidden and weight, and find the shape that labels must have."""
+        validation.check_options(self.options)
+        validation.check_head(self.hidden, self.weight, self.names)
+        self.sequence_shards = self.ranks if self.options.sequence_parallel else 1
+        self.shape = tuple(self.hidden.shape[:-1])
         if self.sequence_shards > 1:
-            require(len(self.shape) > 0, hidden_name, "be [s/tp, ..., H] under sequence_parallel", "one dimension")
+            require(
+                len(self.shape) > 0, self.names["hidden"], "be [s/tp, ..., H] under sequence_parallel", "one dimension"
+            )
             self.shape = self.shape[0] * self.sequence_shards, *self.shape[1:]
-        return self.shape
 
-    def rest(self, labels: Tensor | None = None, options: Options | None = None) -> None:
-        """Check labels and options, after `head`. Pass labels or options that the operation made itself."""
-        self.labels = labels = self.labels if labels is None else labels
-        self.options = options = self.options if options is None else options
-        ranks, hidden, num_rows, shards = self.ranks, self.hidden, self.weight.shape[0], self.sequence_shards
-        hidden_name, _, labels_name = self.names
-        for name in ("entropy", "reduce_grad_hidden"):
-            validation.check_bool(name, getattr(options, name))
-        telemetry, wanted = options.telemetry, 'be a bool or "mean_logit"'
-        require(isinstance(telemetry, bool | str), "telemetry", wanted, type(telemetry).__name__, TypeError)
-        require(isinstance(telemetry, bool) or telemetry == "mean_logit", "telemetry", wanted, repr(telemetry))
-        validation.check_label_tensor(labels, labels_name)
-        validation.check_same(labels_name, f"be on {hidden_name}'s device", hidden.device, labels.device)
+    def rest(self) -> None:
+        """Check labels and what goes with them, and find this rank's shard."""
+        labels, options, hidden, ranks = self.labels, self.options, self.hidden, self.ranks
+        num_rows, shards = self.weight.shape[0], self.sequence_shards
+        hidden_name, labels_name = self.names["hidden"], self.names["labels"]
+        validation.check_tensor(labels_name, labels, torch.int64)
+        on_device = f"be on {hidden_name}'s device, {hidden.device}"
+        require(labels.device == hidden.device, labels_name, on_device, labels.device)
         shape, gathered = tuple(labels.shape), f" gathered over {shards} sequence-parallel ranks" * (shards > 1)
         requirement = f"have {hidden_name}'s shape without H{gathered}, {self.shape}"
         require(shape == self.shape, labels_name, requirement, f"{shape} for {hidden_name} {tuple(hidden.shape)}")
-        validation.check_temperature(options.temperature, labels.shape, labels.device)
-        validation.check_number("logits_scale", options.logits_scale)
-        if options.candidates is not None:
-            validation.check_label_tensor(options.candidates, "candidates")
-            validation.check_ids_shape("candidates", options.candidates, labels.shape, "labels'")
-            validation.check_same("candidates", "be on labels' device", labels.device, options.candidates.device)
-        validation.check_integer("ignore_index", options.ignore_index)
+        numbers = options.temperature, options.logits_scale, options.softcap, options.logits_dtype
+        self.lm_head = LMHead(hidden, self.weight, *numbers)
+        validation.check_logits(self.lm_head, self.shape, self.names)
+        if (ids := options.candidates) is not None:
+            validation.check_tensor("candidates", ids, torch.int64)
+            validation.check_ids_shape("candidates", ids, labels.shape, "labels'")
+            require(ids.device == labels.device, "candidates", f"be on labels' device, {labels.device}", ids.device)
         if not isinstance(skip := options.skip_ignored, bool):
             require(isinstance(skip, int), "skip_ignored", "be a bool or an int", type(skip).__name__, TypeError)
             within = f"be at least 0 and at most the number of rows, {labels.numel()}"
             require(0 <= skip <= labels.numel(), "skip_ignored", within, skip)
-        validation.check_options(options)
-        validation.check_quotients(options.logits_scale, options.softcap, options.temperature)
         start, vocab_size = options.vocab_start, options.vocab_size
         if start is None:
             start = collectives.group_rank(options.tp_group) * num_rows if ranks > 1 else 0
-        else:
-            validation.check_integer("vocab_start", start, minimum=0)
         last = validation.MAX_VOCABULARY - num_rows
         require(start <= last, "vocab_start", f"be at most {last}, so that ids fit int32", start)
         # Until ranks compare theirs, the largest shard is this rank's own.
@@ -260,32 +234,43 @@ class Checks:
         sink, step = options.weight_grad_sink, 16 // hidden.element_size()
         is_aligned, requirement = self.weight.shape[1] % step == 0, f"be None where H is no multiple of {step}"
         require(sink is None or is_aligned, "weight_grad_sink", requirement, tuple(self.weight.shape))
-        self.temperature, self.candidates = options.temperature, options.candidates
-        group = options.tp_group if ranks > 1 else None
-        holds_tensors = isinstance(options.temperature, Tensor) or options.candidates is not None
-        if holds_tensors or (group, shards > 1) != (options.tp_group, options.sequence_parallel):  # a copy takes 10 us
-            self.options = replace(
-                options, tp_group=group, sequence_parallel=shards > 1, temperature=1.0, candidates=None
-            )
 
-    def call(self) -> Call:
-        """Lay out the arguments as a `Call`. Only after the context is the largest shard known."""
-        hidden, labels, temperature, ids = self.hidden, self.labels, self.temperature, self.candidates
-        step, options = 16 // hidden.element_size(), self.options
-        head = LMHead(
-            aligned_rows(hidden.reshape(-1, hidden.shape[-1]), step),
-            aligned_rows(self.weight.contiguous(), step),
-            temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
-            options.logits_scale,
-            options.softcap,
-            options.logits_dtype,
+    def compare(
+        self, described: dict[str, Any], error: Exception | None, group_name: str, max_columns: int | None
+    ) -> None:
+        """Compare what describes a call of a new kind over the group, and find the columns of the largest shard."""
+        group, start, num_rows = (
+            self.options.tp_group,
+            self.options.vocab_start,
+            validation.num_weight_rows(self.weight),
         )
-        backend = load_backend(self.options.backend, hidden.device)
-        return Call(
-            head=head,
+        assert group is not None
+        columns_by_kind = _agreed.setdefault(group, {})
+        described["largest shard"] = max_columns
+        key = _kind(described), num_rows if start is None else None
+        if key not in columns_by_kind:
+            described[f"the shape of {self.names['hidden']}"] = validation.shape_of(self.hidden)
+            sizes = agree(group, described, error, (num_rows, start), group_name)
+            columns_by_kind[key] = _max_columns(sizes, self.options.vocab_size)
+            self.telling = partial(_Telling, self.operation, group, group_name, columns_by_kind, key)
+        elif error is None and start is not None and max_columns is None and not collectives.is_cuda_graph_capturing():
+            columns_by_kind[key] = collectives.all_reduce_max(self.weight.shape[0], group, self.weight.device)
+        if error is None:
+            self.shard = self.shard._replace(max_columns=max_columns or columns_by_kind[key])
+
+    def lay_out(self) -> None:
+        """Make the `Call`."""
+        labels, options, ids = self.labels, self.options, self.options.candidates
+        group, gathers = options.tp_group if self.ranks > 1 else None, self.sequence_shards > 1
+        holds_tensors = isinstance(options.temperature, Tensor) or ids is not None
+        if holds_tensors or (group, gathers) != (options.tp_group, options.sequence_parallel):  # a copy takes 10 us
+            options = replace(options, tp_group=group, sequence_parallel=gathers, temperature=1.0, candidates=None)
+        backend = load_backend(options.backend, self.hidden.device)
+        self.call = Call(
+            head=aligned_head(self.lm_head),
             labels=labels.reshape(-1),
             candidates=None if ids is None else ids.reshape(-1, ids.shape[-1]),
-            options=self.options,
+            options=options,
             shard=self.shard,
             backend=backend,
             shape=labels.shape,
@@ -294,19 +279,29 @@ class Checks:
         )
 
 
+def aligned_head(head: LMHead) -> LMHead:
+    """Return the head of hidden [..., H] as one of [N, H], in the layout of a `Call`."""
+    step, temperature = 16 // head.hidden.element_size(), head.temperature
+    return head._replace(
+        hidden=aligned_rows(head.hidden.reshape(-1, head.hidden.shape[-1]), step),
+        weight=aligned_rows(head.weight.contiguous(), step),
+        temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
+    )
+
+
 def reshape_outputs(results: T, shape: tuple[int, ...]) -> T:
     """Return per-token results, [N, ...] each, in the caller's shape of labels."""
     return tree_map_only(Tensor, lambda result: result.view((*shape, *result.shape[1:])), results)
 
 
 def _describe(
-    hidden: Tensor, weight: Tensor, labels: Tensor | None, options: Options, names: tuple[str, str, str] = HEAD
+    hidden: Tensor, weight: Tensor, labels: Tensor | None, options: Options, names: Mapping[str, str] = NAMES
 ) -> dict[str, Any]:
     """Return the arguments that must be equal on every rank, and tensors that must be alike."""
     return {
-        names[0]: validation.describe_tensor(hidden),
-        names[1]: validation.describe_tensor(weight),
-        names[2]: validation.describe_tensor(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
+        names["hidden"]: validation.describe_tensor(hidden),
+        names["weight"]: validation.describe_tensor(weight),
+        names["labels"]: validation.describe_tensor(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
         "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
         **{f.name: getattr(options, f.name) for f in fields(options) if f.name not in _PER_RANK},
         "weight_grad_sink": type(options.weight_grad_sink).__name__,

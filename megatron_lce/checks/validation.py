@@ -2,14 +2,15 @@
 
 import functools
 import math
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_lce.core.eager import warn
+from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.options import BackendName, Options
 
 P = ParamSpec("P")
@@ -17,6 +18,19 @@ R = TypeVar("R")
 _SMALLEST, _LARGEST = 1e-37, 1e38  # fp32 also holds the reciprocal, and log2 e times the number
 MAX_VOCABULARY = 2**31  # kernels hold ids in int32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What operations call the arguments of a head; some call them otherwise.
+NAMES = {name: name for name in ("hidden", "weight", "labels", "temperature", "logits_scale", "softcap")}
+_DEFAULTS = Options()
+_NUMBERS = (  # options that `check_number` checks, their types and minima; None, too, where it is the default
+    ("sequence_parallel", bool, None),
+    ("entropy", bool, None),
+    ("reduce_grad_hidden", bool, None),
+    ("ignore_index", int, None),
+    ("vocab_start", int, 0),
+    ("vocab_size", int, 1),
+    ("logits_cache_bytes", int, 0),
+    ("workspace_bytes", int, 0),
+)
 
 
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
@@ -28,9 +42,9 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
         ValueError: with the number of such labels, and the first one and its place.
         TypeError: an argument is not as described.
     """
-    check_label_tensor(labels)
-    check_integer("vocab_size", vocab_size, minimum=1)
-    check_integer("ignore_index", ignore_index)
+    check_tensor("labels", labels, torch.int64)
+    check_number("vocab_size", vocab_size, int, minimum=1)
+    check_number("ignore_index", ignore_index, int)
     bad = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     if count := int(bad.sum()):
         position = tuple(int(i) for i in bad.nonzero()[0])
@@ -64,18 +78,14 @@ def require(holds: bool, name: str, requirement: str, got: object, error: type[E
         raise error(f"{name} must {requirement}, got {got}")
 
 
-def check_same(name: str, requirement: str, expected: object, got: object) -> None:
-    """Check that two values are equal; a requirement is "be on hidden's device", say."""
-    require(got == expected, name, f"{requirement}, {expected}", got)
-
-
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         *others, last = map(repr, choices)
         raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
 
 
-def check_is_tensor(name: str, value: object) -> None:
+def check_tensor(name: str, value: object, dtype: torch.dtype | None = None) -> None:
+    """Check a tensor of this rank's own; None: of any dtype."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
@@ -83,26 +93,14 @@ def check_is_tensor(name: str, value: object) -> None:
             f"{name} must be a plain tensor, got one inside a transform of torch.func (grad, vmap): take the gradient "
             "with autograd, and batch by calling with more rows"
         )
-
-
-def check_tensor(name: str, value: object) -> None:
-    check_is_tensor(name, value)
     if isinstance(value, DTensor):
         raise TypeError(
             f"{name} must be this rank's own torch.Tensor, got a DTensor, which linear_cross_entropy alone takes. "
             "Tensor parallel: pass its to_local() and a tp_group. FSDP: never a tp_group, its ranks have other tokens; "
             "the weight is whole inside its module's call only, as in megatron_lce.FusedLinearHead"
         )
-
-
-def check_label_tensor(labels: Tensor, name: str = "labels") -> None:
-    check_tensor(name, labels)
-    require(labels.dtype == torch.int64, name, "be int64", labels.dtype, TypeError)
-
-
-def check_no_gradient(name: str, tensor: Tensor) -> None:
-    if tensor.requires_grad:
-        raise ValueError(f"{name} must not require grad: it gets no gradient; got requires_grad=True")
+    if dtype is not None and value.dtype != dtype:
+        raise TypeError(f"{name} must be {str(dtype).removeprefix('torch.')}, got {value.dtype}")
 
 
 def holds_integers(tensor: Tensor) -> bool:
@@ -114,13 +112,17 @@ def as_int64(labels: Tensor) -> Tensor:
     return labels.long() if holds_integers(labels) else labels
 
 
-def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tensor, *, fp32_weight: bool = True) -> None:
+def check_head(hidden: Tensor, weight: Tensor, names: Mapping[str, str] = NAMES, *, fp32_weight: bool = True) -> None:
     """Check that hidden [..., H] and weight [V_local, H] fit; `fp32_weight`: weight may be fp32 with any hidden."""
+    hidden_name, weight_name = names["hidden"], names["weight"]
+    check_tensor(hidden_name, hidden)
+    check_tensor(weight_name, weight)
     require(hidden.dtype in DTYPES, hidden_name, "be float32, bfloat16 or float16", hidden.dtype, TypeError)
     if weight.dtype != hidden.dtype and not (fp32_weight and weight.dtype == torch.float32):
         dtypes = f"{hidden.dtype}{' or torch.float32' if fp32_weight and hidden.dtype != torch.float32 else ''}"
         raise TypeError(f"{weight_name} must have {hidden_name}'s dtype, {dtypes}, got {weight.dtype}")
-    check_same(weight_name, f"be on {hidden_name}'s device", hidden.device, weight.device)
+    on_device = f"be on {hidden_name}'s device, {hidden.device}"
+    require(weight.device == hidden.device, weight_name, on_device, weight.device)
     hidden_shape, weight_shape = tuple(hidden.shape), tuple(weight.shape)
     require(len(hidden_shape) > 0, hidden_name, "be [..., H]", "a scalar")
     require(len(weight_shape) == 2, weight_name, "be [V_local, H]", weight_shape)
@@ -130,17 +132,27 @@ def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tenso
     require(hidden_shape[-1] > 0, hidden_name, "have H of at least 1", hidden_shape)
 
 
-def check_temperature(
-    temperature: float | Tensor, shape: tuple[int, ...], device: torch.device, name: str = "temperature"
-) -> None:
-    """Check that the temperature is a positive number, or a floating tensor of labels' shape and device."""
+def check_logits(head: LMHead, shape: tuple[int, ...], names: Mapping[str, str] = NAMES) -> None:
+    """Check what makes a head's logits of its products, and the quotients; `shape`: labels'."""
+    temperature, scale, softcap = head.temperature, head.logits_scale, head.softcap
+    name = names["temperature"]
     if not isinstance(temperature, Tensor):
         check_number(name, temperature, positive=True)
-        return
-    check_tensor(name, temperature)
-    is_floating, got = temperature.is_floating_point(), f"a tensor of {temperature.dtype}"
-    require(is_floating, name, "be a float or a floating tensor", got, TypeError)
-    check_per_token(name, temperature, shape, device, "be a float or have labels' shape")
+    else:
+        is_floating, got = temperature.is_floating_point(), f"a tensor of {temperature.dtype}"
+        require(is_floating, name, "be a float or a floating tensor", got, TypeError)
+        check_per_token(name, temperature, shape, head.hidden.device, "be a float or have labels' shape")
+    check_number(names["logits_scale"], scale)
+    if softcap is not None:
+        check_number(names["softcap"], softcap, positive=True)
+    numbers: dict[str, Any] = {"logits_scale": scale, "softcap": softcap, "temperature": temperature}
+    outer = "logits_scale" if softcap is None else "softcap"
+    for above, below in ((outer, "temperature"), ("logits_scale", "softcap")):
+        number, divisor = numbers[above], numbers[below]
+        if isinstance(divisor, int | float):
+            holds = abs(number / divisor) <= _LARGEST
+            quotient = f"{names[above]} / {names[below]}"
+            require(holds, quotient, "be a number that fp32 holds", f"{number} / {divisor}")
 
 
 def check_per_token(
@@ -156,8 +168,13 @@ def check_per_token(
     check_tensor(name, tensor)
     if tuple(tensor.shape[: len(shape)] if further else tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must {requirement}{' first' * further}, {tuple(shape)}, got {tuple(tensor.shape)}")
-    check_same(name, "be on labels' device", device, tensor.device)
+    require(tensor.device == device, name, f"be on labels' device, {device}", tensor.device)
     check_no_gradient(name, tensor)
+
+
+def check_no_gradient(name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise ValueError(f"{name} must not require grad: it gets no gradient; got requires_grad=True")
 
 
 def check_ascending(name: str, bounds: Tensor) -> None:
@@ -172,17 +189,18 @@ def check_ids_shape(name: str, ids: Tensor, shape: tuple[int, ...], of: str) -> 
 
 
 def check_options(options: Options) -> None:
-    """Check the keywords that do not depend on a call's tensors."""
-    if options.vocab_size is not None:
-        check_integer("vocab_size", options.vocab_size, minimum=1)
-    if options.softcap is not None:
-        check_number("softcap", options.softcap, positive=True)
+    """Check the keywords that do not depend on a call's tensors; `check_logits` checks the others of a number."""
+    for name, kind, minimum in _NUMBERS:
+        value = getattr(options, name)
+        if value is not None or getattr(_DEFAULTS, name) is not None:
+            check_number(name, value, kind, minimum=minimum)
+    telemetry, wanted = options.telemetry, 'be a bool or "mean_logit"'
+    require(isinstance(telemetry, bool | str), "telemetry", wanted, type(telemetry).__name__, TypeError)
+    require(isinstance(telemetry, bool) or telemetry == "mean_logit", "telemetry", wanted, repr(telemetry))
     dtype = options.logits_dtype
     require(dtype in (None, torch.bfloat16), "logits_dtype", "be torch.bfloat16 or None", repr(dtype))
-    if options.logits_cache_bytes is not None:
-        check_integer("logits_cache_bytes", options.logits_cache_bytes, minimum=0)
-    check_integer("workspace_bytes", options.workspace_bytes, minimum=0)
-    check_choice("backend", options.backend, get_args(BackendName))
+    is_known = options.backend in get_args(BackendName)
+    require(is_known, "backend", "be 'auto', 'triton' or 'torch'", repr(options.backend))
 
 
 def check_vocab_size(vocab_size: int | None, columns: int) -> None:
@@ -191,43 +209,28 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> None:
     require(vocab_size is None or vocab_size <= columns, "vocab_size", limit, got)
 
 
-def check_bool(name: str, value: object) -> None:
-    require(isinstance(value, bool), name, "be a bool", type(value).__name__, TypeError)
-
-
-def check_number(name: str, value: object, *, positive: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a float, got {_type_name(value)}")
-    if isinstance(value, int) and abs(value) > _LARGEST:
-        raise ValueError(f"{name} must be a number that fp32 holds, got an int of {value.bit_length()} bits")
-    if not math.isfinite(value) or (positive and value <= 0):
-        raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value}")
-    if abs(value) > _LARGEST or (positive and value < _SMALLEST):
-        raise ValueError(f"{name} must be a number that fp32 holds, got {value}")
-
-
-def check_quotients(
-    logits_scale: float, softcap: float | None, temperature: float | Tensor, whose: str = "", of: str = "temperature"
+def check_number(
+    name: str, value: Any, kind: type = float, *, minimum: int | None = None, positive: bool = False
 ) -> None:
-    """Check the quotients of a head's numbers, each of which is checked."""
-    outer, numerator = ("logits_scale", logits_scale) if softcap is None else ("softcap", softcap)
-    pairs = [] if isinstance(temperature, Tensor) else [(whose + outer, numerator, of, temperature)]
-    pairs += [] if softcap is None else [(f"{whose}logits_scale", logits_scale, f"{whose}softcap", softcap)]
-    for one, above, other, below in pairs:
-        holds = abs(above / below) <= _LARGEST
-        require(holds, f"{one} / {other}", "be a number that fp32 holds", f"{above} / {below}")
+    """Check a finite number that fp32 holds or, of another kind, an int that int64 holds or a bool."""
+    types: Any = (int, float) if kind is float else kind
+    if not isinstance(value, types) or isinstance(value, bool) != (kind is bool):
+        raise TypeError(f"{name} must be {'an' if kind is int else 'a'} {kind.__name__}, got {_type_name(value)}")
+    if kind is int:
+        require(minimum is None or value >= minimum, name, f"be at least {minimum}", value)
+        require(-(2**63) <= value < 2**63, name, "be a number that int64 holds", value)
+    elif kind is float:
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise ValueError(f"{name} must be a number that fp32 holds, got an int of {value.bit_length()} bits")
+        is_right = math.isfinite(value) and (value > 0 or not positive)
+        require(is_right, name, f"be {'positive and ' * positive}finite", value)
+        is_held = abs(value) <= _LARGEST and (value >= _SMALLEST or not positive)
+        require(is_held, name, "be a number that fp32 holds", value)
 
 
 def check_fraction(name: str, value: float) -> None:
     check_number(name, value)
     require(0 <= value <= 1, name, "lie in [0, 1]", value)
-
-
-def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {_type_name(value)}")
-    require(minimum is None or value >= minimum, name, f"be at least {minimum}", value)
-    require(-(2**63) <= value < 2**63, name, "be a number that int64 holds", value)
 
 
 def _type_name(value: object) -> str:

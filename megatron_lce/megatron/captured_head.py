@@ -102,8 +102,9 @@ class CapturedHead:
         call = self._captured_call()
         if labels is None:
             labels = call.hidden.new_full(call.batch_and_sequence, int(ignore_index == 0), dtype=torch.int64)
-        validation.check_label_tensor(labels)
-        validation.check_same("labels", "be [b, s]", call.batch_and_sequence, tuple(labels.shape))
+        validation.check_tensor("labels", labels, torch.int64)
+        shape, wanted = tuple(labels.shape), call.batch_and_sequence
+        validation.require(shape == wanted, "labels", f"be [b, s], {wanted}", shape)
         given = {"ignore_index": ignore_index}
         rows = [call.labels_of_rows(labels, given, depth) for depth in range(len(self.mtp_heads) + 1)]
         return (torch.stack(rows) != ignore_index).all(dim=0)

@@ -7,7 +7,6 @@ from torch import nn
 
 from megatron_lce.backends.choice import describe_backend, triton_obstacle
 from megatron_lce.checks.validation import (
-    check_bool,
     check_choice,
     check_fraction,
     check_number,
@@ -219,11 +218,11 @@ def _refusal(settings: dict[str, Any], modules: list[nn.Module]) -> Exception | 
     try:
         check_choice("on_unsupported", settings["on_unsupported"], ("fallback", "raise"))
         check_options(Options(**options))
-        for name in ("use_fused_linear_ce", "skip_masked"):
-            check_bool(name, settings[name])
-        known = settings["known_loss"]
-        if known is not None:
-            check_bool("known_loss", known)
+        for name in ("use_fused_linear_ce", "skip_masked", "known_loss"):
+            if name != "known_loss" or settings[name] is not None:
+                check_number(name, settings[name], bool)
+        if settings["softcap"] is not None:
+            check_number("softcap", settings["softcap"], positive=True)
         check_number("z_loss", settings["z_loss"])
         require(settings["z_loss"] >= 0, "z_loss", "be at least 0", settings["z_loss"])
         check_fraction("label_smoothing", settings["label_smoothing"])

@@ -109,10 +109,11 @@ class HeadCall:
             raise TypeError(f"teacher_head must be a captured head or a StoredHead, got {type(teacher).__name__}")
         if isinstance(teacher, StoredHead):
             validation.check_tensor("teacher_head.hidden", teacher.hidden)
-            wanted = "have the student's tokens [b, s]"
-            validation.check_same(
-                "teacher_head.hidden", wanted, self.batch_and_sequence, tuple(teacher.hidden.shape[:2])
+            tokens, wanted = (
+                tuple(teacher.hidden.shape[:2]),
+                f"have the student's tokens [b, s], {self.batch_and_sequence}",
             )
+            validation.require(tokens == self.batch_and_sequence, "teacher_head.hidden", wanted, tokens)
         else:
             depth = teacher.depth
             for words, student_value, teacher_value in (
@@ -120,7 +121,8 @@ class HeadCall:
                 ("tokens [b, s]", self.batch_and_sequence, teacher.batch_and_sequence),
                 ("ranks in tp_group", self.ranks, teacher.ranks),
             ):
-                validation.check_same("teacher_head", f"have the student's {words}", student_value, teacher_value)
+                wanted = f"have the student's {words}, {student_value}"
+                validation.require(teacher_value == student_value, "teacher_head", wanted, teacher_value)
             teacher.check_unchanged()
         wanted = f"predict no later token than depth {self.depth}"
         validation.require(self.depth >= depth, "teacher_head", wanted, f"depth {depth}")
