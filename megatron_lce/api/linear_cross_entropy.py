@@ -8,7 +8,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import checked_together
-from megatron_lce.core.eager import eager
 from megatron_lce.core.one_head import OneHead
 from megatron_lce.core.options import (
     WORKSPACE_BYTES,
@@ -22,7 +21,6 @@ from megatron_lce.core.passes import forward_with_gradient
 
 
 @validation.renamed("skip_ignored", "skip_masked")
-@eager
 def linear_cross_entropy(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]

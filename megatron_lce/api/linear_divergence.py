@@ -26,7 +26,7 @@ from megatron_lce.checks.together import aligned_head, check_keywords, checked_t
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import all_gather_stack, wait_if_async
 from megatron_lce.core.divergence_types import KINDS, Kind, LinearDivergenceOutput
-from megatron_lce.core.eager import eager, without_autocast
+from megatron_lce.core.eager import without_autocast
 from megatron_lce.core.known_loss import sum_of_losses
 from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.losses import Metrics, TokenLossFunction
@@ -60,7 +60,6 @@ class DivergenceLoss(NamedTuple):
 
 
 @validation.renamed("skip_ignored", "skip_masked")
-@eager
 def linear_divergence(
     student_hidden: Tensor,  # [..., H_student]
     student_weight: Tensor,  # [V_local, H_student]
@@ -119,7 +118,6 @@ def linear_jsd(
 
 
 @validation.renamed("skip_ignored", "skip_masked")
-@eager
 def linear_divergence_loss(
     student_hidden: Tensor,  # [..., H_student]
     student_weight: Tensor,  # [V_local, H_student]

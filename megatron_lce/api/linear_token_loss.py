@@ -14,7 +14,7 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_cuda_graph_capturing, wait_if_async
-from megatron_lce.core.eager import eager, without_autocast
+from megatron_lce.core.eager import without_autocast
 from megatron_lce.core.known_loss import sum_of_losses
 from megatron_lce.core.losses import Metrics, TokenLossFunction
 from megatron_lce.core.one_head import OneHead
@@ -38,7 +38,6 @@ class TokenLoss(NamedTuple):
 
 
 @validation.renamed("skip_ignored", "skip_masked")
-@eager
 def linear_token_loss(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_lce.core.eager import warn
+from megatron_lce.core.eager import eager, warn
 from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.options import BackendName, Options
 
@@ -55,9 +55,11 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
 
 
 def renamed(name: str, other: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function take a keyword by another name as well, with a warning that says which it is."""
+    """Return an `eager` function that takes a keyword by another name as well, with a warning that says which it is."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        uncompiled = eager(function)
+
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if other in kwargs:
@@ -65,7 +67,7 @@ def renamed(name: str, other: str) -> Callable[[Callable[P, R]], Callable[P, R]]
                     raise TypeError(f"{other} must not be given beside {name}, its name here")
                 warn(f"{other} is called {name} here")
                 kwargs[name] = kwargs.pop(other)
-            return function(*args, **kwargs)
+            return uncompiled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
 
         return call
 
