@@ -136,8 +136,7 @@ class CapturedHead:
         """Return `megatron_lce.linear_token_loss` of the captured head; `per_token`: tensors [b, s, ...]."""
         with self._captured() as call:
             parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
-            given, labels = call.keywords(options), call.labels(labels, options)
-            return batch_first(linear_token_loss(call.hidden, call.weight, labels, loss, *parts, **given))
+            return call.run(linear_token_loss, labels, loss, *parts, **options)
 
     def linear_divergence(
         self,

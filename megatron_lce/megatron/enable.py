@@ -29,6 +29,8 @@ from megatron_lce.megatron.reasons import (
 from megatron_lce.megatron.replace import close_all, owners_on
 
 _OFF = "use_fused_linear_ce is False"
+# What the fused loss is computed with.
+_OPTIONS = "logits_cache_bytes", "workspace_bytes", "vocab_size", "softcap", "backend", "z_loss", "label_smoothing"
 
 
 class FusedLinearCE:
@@ -152,17 +154,8 @@ def enable_fused_linear_ce(
     where the loss is left to Megatron although `z_loss` or `label_smoothing` is not 0, or after a backward pass whose
     upstream gradient was not the one number that `known_loss` says.
     """
-    options: dict[str, Any] = {
-        "logits_cache_bytes": logits_cache_bytes,
-        "workspace_bytes": workspace_bytes,
-        "vocab_size": vocab_size,
-        "softcap": softcap,
-        "backend": backend,
-        "z_loss": z_loss,
-        "label_smoothing": label_smoothing,
-    }
-    settings: dict[str, Any] = {"use_fused_linear_ce": use_fused_linear_ce, "on_unsupported": on_unsupported}
-    settings |= {"skip_masked": skip_masked, "known_loss": known_loss, **options}
+    settings = {name: value for name, value in locals().items() if name != "model"}
+    options = {name: settings[name] for name in _OPTIONS}
     modules = modules_of(model)
     error = _refusal(settings, modules)
     language_model = find_language_model(model) if use_fused_linear_ce else _head_of_any_model(model)
@@ -175,24 +168,23 @@ def enable_fused_linear_ce(
         reasons = reasons_of_group(language_model, reasons, settings, error)
     elif error is not None:
         raise error
-    if not use_fused_linear_ce:
-        language_model = None
     message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
-    if language_model is not None:
-        if reasons and terms_of(options):
-            raise ValueError(f"{terms_of(options)} cannot be applied: {message}")
-        if reasons and on_unsupported == "raise":
-            raise ValueError(message)
-        if not reasons:
-            own_softcap(language_model.output_layer, softcap)
+    falls_back = bool(reasons) and use_fused_linear_ce and language_model is not None
+    if falls_back and terms_of(options):
+        raise ValueError(f"{terms_of(options)} cannot be applied: {message}")
+    if falls_back and on_unsupported == "raise":
+        raise ValueError(message)
+    if not reasons:
+        assert language_model is not None
+        own_softcap(language_model.output_layer, softcap)
     close_all(modules, FusedLoss)  # after all checks: a refused call leaves the loss unchanged
-    if language_model is not None and not reasons:
-        fused = FusedLoss(language_model, options, skip_masked, known_loss)
-        fused.open()
-        return FusedLinearCE((), fused)
-    if language_model is not None:
-        warn_on_one_rank(message + not_applied(options))
-    return FusedLinearCE(reasons)
+    if reasons:
+        if falls_back:
+            warn_on_one_rank(message + not_applied(options))
+        return FusedLinearCE(reasons)
+    fused = FusedLoss(language_model, options, skip_masked, known_loss)
+    fused.open()
+    return FusedLinearCE((), fused)
 
 
 def _reasons_of_options(language_model: Any, vocab_size: int | None, backend: BackendName) -> tuple[str, ...]:

@@ -104,34 +104,30 @@ class HeadCall:
         return later_labels(labels, self.ends, shift, keywords.get("ignore_index", IGNORE_INDEX))
 
     def check_teacher(self, teacher: Any) -> None:
-        depth = 0
-        if not isinstance(teacher, HeadCall | StoredHead):
-            raise TypeError(f"teacher_head must be a captured head or a StoredHead, got {type(teacher).__name__}")
-        if isinstance(teacher, StoredHead):
-            validation.check_tensor("teacher_head.hidden", teacher.hidden)
-            tokens, wanted = (
-                tuple(teacher.hidden.shape[:2]),
-                f"have the student's tokens [b, s], {self.batch_and_sequence}",
-            )
-            validation.require(tokens == self.batch_and_sequence, "teacher_head.hidden", wanted, tokens)
-        else:
-            depth = teacher.depth
-            for words, student_value, teacher_value in (
+        name = "teacher_head"
+        if isinstance(teacher, HeadCall):
+            teacher.check_unchanged()
+            wanted = f"predict no later token than depth {self.depth}"
+            validation.require(self.depth >= teacher.depth, name, wanted, f"depth {teacher.depth}")
+            pairs = [
                 ("sequence_parallel", self.sequence_parallel, teacher.sequence_parallel),
                 ("tokens [b, s]", self.batch_and_sequence, teacher.batch_and_sequence),
                 ("ranks in tp_group", self.ranks, teacher.ranks),
-            ):
-                wanted = f"have the student's {words}, {student_value}"
-                validation.require(teacher_value == student_value, "teacher_head", wanted, teacher_value)
-            teacher.check_unchanged()
-        wanted = f"predict no later token than depth {self.depth}"
-        validation.require(self.depth >= depth, "teacher_head", wanted, f"depth {depth}")
+            ]
+        elif isinstance(teacher, StoredHead):
+            name = "teacher_head.hidden"
+            validation.check_tensor(name, teacher.hidden)
+            pairs = [("tokens [b, s]", self.batch_and_sequence, tuple(teacher.hidden.shape[:2]))]
+        else:
+            raise TypeError(f"{name} must be a captured head or a StoredHead, got {type(teacher).__name__}")
+        for words, own, got in pairs:
+            validation.require(got == own, name, f"have the student's {words}, {own}", got)
 
     def compared_with(self, teacher: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keywords of a divergence from a teacher; rows without one of the same token are ignored."""
-        forms, depth = self.form("student", options), 0
+        forms, depth = self.form(options, "student_"), 0
         if isinstance(teacher, HeadCall):
-            forms, depth = forms | teacher.form("teacher", options), teacher.depth
+            forms, depth = forms | teacher.form(options, "teacher_"), teacher.depth
         shift, labels, further = self.depth - depth, options.get("labels"), self.depth
         if labels is None and shift > 0:
             ignores_none, further = int(options.get("ignore_index", IGNORE_INDEX) == 0), shift
@@ -154,24 +150,18 @@ class HeadCall:
 
     def keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the caller's keywords combined with the head's scale and softcap, for an operation on one head."""
-        keywords, softcap = self.call_keywords(given), own_softcap(self.head, None)
-        temperature, logits_scale = keywords.get("temperature", 1.0), keywords.get("logits_scale", 1.0)
-        with refusing():
-            check_number("logits_scale", logits_scale)
-            own_softcap(self.head, keywords.get("softcap"))
-            logits_scale *= self.logits_scale
-            if softcap is None:
-                return keywords | {"logits_scale": logits_scale}
-            if logits_scale != 1.0:  # after the head, so after its cap
-                check_number("logits_scale", logits_scale, positive=True)
-                if not isinstance(temperature, Tensor):
-                    check_number("temperature", temperature, positive=True)
-                    temperature /= logits_scale
-                elif temperature.is_floating_point():  # others are refused later
-                    temperature = temperature.float() / logits_scale  # 16 bits would round the quotient
-            return keywords | {"softcap": softcap, "logits_scale": 1.0, "temperature": temperature}
-        # Of the kind that the other ranks call.
-        return keywords | {"logits_scale": 1.0, "softcap": keywords.get("softcap") if softcap is None else softcap}
+        keywords = self.call_keywords(given) | self.form(given)
+        scale, temperature = keywords["logits_scale"], keywords.get("temperature", 1.0)
+        if own_softcap(self.head) is None or scale == 1.0:
+            return keywords
+        with refusing():  # the scale comes after the head, so after its cap
+            check_number("logits_scale", scale, positive=True)
+            if not isinstance(temperature, Tensor):
+                check_number("temperature", temperature, positive=True)
+                temperature /= scale
+            elif temperature.is_floating_point():  # others are refused later
+                temperature = temperature.float() / scale  # 16 bits would round the quotient
+        return keywords | {"logits_scale": 1.0, "temperature": temperature}
 
     def call_keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the caller's keywords, with [b, s] tensors as [s, b], and the keywords that the head fixes."""
@@ -187,17 +177,17 @@ class HeadCall:
             "weight_grad_sink": main_grad_sink(self.weight, self.head),
         }
 
-    def form(self, role: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the caller's scale and softcap of a divergence's head combined with its own."""
-        factor, softcap = given.get(f"{role}_logits_scale", 1.0), given.get(f"{role}_softcap")
-        own, scale = own_softcap(self.head, None), 1.0
+    def form(self, given: Mapping[str, Any], whose: str = "") -> dict[str, Any]:
+        """Return the caller's scale and softcap combined with the head's own; `whose`: "student_", say."""
+        factor, softcap = given.get(f"{whose}logits_scale", 1.0), given.get(f"{whose}softcap")
+        own, scale = own_softcap(self.head), 1.0
         with refusing():
-            check_number(f"{role}_logits_scale", factor)
+            check_number(f"{whose}logits_scale", factor)
             own_softcap(self.head, softcap)
             scale = factor * self.logits_scale
-            if own is not None and scale != 1.0:
-                raise ValueError(f"{role}_logits_scale must be 1 where the head has a softcap before it, got {scale}")
-        return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
+            if whose and own is not None and scale != 1.0:
+                raise ValueError(f"{whose}logits_scale must be 1 where the head has a softcap before it, got {scale}")
+        return {f"{whose}logits_scale": scale, f"{whose}softcap": softcap if own is None else own}
 
     def sequence_first(self, name: str, per_token: Any) -> Any:
         """Return a tensor [b, s, ...] as [s, b, ...], and anything else unchanged."""

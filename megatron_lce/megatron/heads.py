@@ -237,7 +237,7 @@ def freed_reasons(config: TransformerConfig) -> tuple[str, ...]:
     return mtp + mup
 
 
-def own_softcap(head: ColumnParallelLinear, given: float | None) -> float | None:
+def own_softcap(head: ColumnParallelLinear, given: float | None = None) -> float | None:
     """Return the softcap of a head that `product_reasons` accepts. Raise ValueError if the caller gives one, too."""
     own = next((softcap for softcap, _ in _forms(head) if softcap), None)
     if given is not None and own is not None:

@@ -22,14 +22,10 @@ def sequence_ends(packed_seq_params: Any, num_tokens: int, device: torch.device)
     return torch.where(number < len(bounds), bounds[number.clamp(max=len(bounds) - 1)], positions)
 
 
-def has_later_row(ends: Tensor, shift: int) -> Tensor:
-    """Return which positions have a row `shift` further on in their sequence, [s] bool."""
-    return torch.arange(ends.shape[0], dtype=torch.int64, device=ends.device) + shift < ends
-
-
 def later_labels(labels: Tensor, ends: Tensor, shift: int, ignore_index: int) -> Tensor:
     """Return the labels [b, s] of the rows `shift` further on; `ignore_index` where the sequence has none."""
-    return labels.roll(-shift, dims=1).masked_fill(~has_later_row(ends, shift), ignore_index)
+    has_later_row = torch.arange(ends.shape[0], dtype=torch.int64, device=ends.device) + shift < ends
+    return labels.roll(-shift, dims=1).masked_fill(~has_later_row, ignore_index)
 
 
 class _Discarded(dict[str, Any]):
