@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lce.api.keywords import HeadOptions
 from megatron_lce.checks import validation
-from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, reshape_outputs
+from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
 from megatron_lce.core.eager import eager, without_autocast
@@ -84,7 +84,7 @@ def linear_topk(
             validation.require(vocab_size is None or k <= vocab_size, "k", limit, got)
         call = checks.call
         with without_autocast(call.head.hidden.device, name):
-            return reshape_outputs(_topk(call, k), call.shape)
+            return _topk(call, k)
 
 
 def _topk(call: Call, k: int) -> TopK:
@@ -119,7 +119,8 @@ def _topk(call: Call, k: int) -> TopK:
         logits[token_slice] = log_p.mul_(rows.to_nats[token_slice, None])
         columns[token_slice] = (_ID_MASK - (keys & _ID_MASK)).masked_fill_(none | lse[token_slice, None].isnan(), -1)
         mass[token_slice] = log_p.exp_().sum(dim=1)
-    return TopK(*(tokens.row_index.scatter(result) for result in (logits, columns, lse, mass)))
+    results = (tokens.row_index.scatter(result) for result in (logits, columns, lse, mass))
+    return TopK(*(result.view(*call.shape, *result.shape[1:]) for result in results))
 
 
 def _plan(call: Call, k: int) -> tuple[int, int]:

@@ -5,14 +5,13 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.checks import validation
@@ -24,7 +23,6 @@ from megatron_lce.core.lm_head import LMHead
 from megatron_lce.core.matmul import aligned_rows, matmul
 from megatron_lce.core.options import Options, Shard
 
-T = TypeVar("T")
 _PER_RANK = ("tp_group", "vocab_start")  # may differ between ranks
 
 # For each group the kinds of calls that its ranks have agreed on, and the columns of the largest shard under each.
@@ -139,7 +137,8 @@ def agree(
     fault: str = "refuses its arguments",  # what this rank's error is
 ) -> list[Any]:
     """Return every rank's `value`; all ranks raise if one has an error, or if their arguments differ."""
-    given = {name: _comparable(x) for name, x in arguments.items()}
+    describe = validation.describe_tensor
+    given = {name: describe(x) if isinstance(x, Tensor) else repr(x) for name, x in arguments.items()}
     entries = collectives.gather_objects((given, None if error is None else f"{fault}: {error}", value), group)
     if error is not None:
         raise error
@@ -289,11 +288,6 @@ def aligned_head(head: LMHead) -> LMHead:
     )
 
 
-def reshape_outputs(results: T, shape: tuple[int, ...]) -> T:
-    """Return per-token results, [N, ...] each, in the caller's shape of labels."""
-    return tree_map_only(Tensor, lambda result: result.view((*shape, *result.shape[1:])), results)
-
-
 def _describe(
     hidden: Tensor, weight: Tensor, labels: Tensor | None, options: Options, names: Mapping[str, str] = NAMES
 ) -> dict[str, Any]:
@@ -306,11 +300,6 @@ def _describe(
         **{f.name: getattr(options, f.name) for f in fields(options) if f.name not in _PER_RANK},
         "weight_grad_sink": type(options.weight_grad_sink).__name__,
     }
-
-
-def _comparable(value: Any) -> str:
-    """Return what must be equal on every rank."""
-    return validation.describe_tensor(value) if isinstance(value, Tensor) else repr(value)
 
 
 def _kind(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
