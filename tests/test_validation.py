@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import megatron_lce
 from megatron_lce.backends import choice
 from megatron_lce.backends.choice import load_backend
-from megatron_lce.checks import together
+from megatron_lce.checks import together, validation
 from megatron_lce.core.options import Options
 from tests.problems import make_problem
 
@@ -161,9 +161,9 @@ def test_torchs_call_takes_dtensors(mesh, label_smoothing):
 def test_labels_under_sequence_parallel_are_the_whole_sequence():
     def check(labels):
         options = Options(sequence_parallel=True)
-        checks = together.Checks("", zeros(3, 2, 8), zeros(20, 8), labels, options, 4, together.NAMES)
-        checks.head()
-        checks.rest()
+        hidden, weight = zeros(3, 2, 8), zeros(20, 8)
+        shape = validation.check_head(hidden, weight, shards=4)
+        together.Checks("", hidden, weight, labels, options, 4, together.NAMES, shape).rest()
 
     check(zeros(12, 2, **LONG))
     expected = r"labels must have hidden's shape without H gathered over 4 sequence-parallel ranks, \(12, 2\), "
@@ -172,10 +172,8 @@ def test_labels_under_sequence_parallel_are_the_whole_sequence():
 
 
 def test_sequence_parallel_needs_a_sequence():
-    options = Options(sequence_parallel=True)
-    checks = together.Checks("", zeros(8), zeros(20, 8), None, options, 2, together.NAMES)
     with pytest.raises(ValueError, match=r"hidden must be \[s/tp, \.\.\., H\] under sequence_parallel, got one dim"):
-        checks.head()
+        validation.check_head(zeros(8), zeros(20, 8), shards=2)
 
 
 def test_a_gpu_without_triton_is_told_once(monkeypatch):

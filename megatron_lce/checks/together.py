@@ -87,7 +87,9 @@ def checked_together(
     checks = Checks(name, hidden, weight, labels, options, collectives.group_size(options.tp_group), names)
     error = next(iter(_refusals.get() or ()), None)
     try:
-        checks.head()
+        validation.check_options(options)
+        shards = checks.ranks if options.sequence_parallel else 1
+        checks.shape = validation.check_head(hidden, weight, names, shards)
         yield checks
         checks.rest()
     except (TypeError, ValueError, NotImplementedError) as raised:
@@ -181,24 +183,13 @@ class Checks:
     options: Options
     ranks: int
     names: Mapping[str, str]
+    shape: tuple[int, ...] = ()  # that labels must have
     telling: Telling = contextlib.nullcontext
 
-    def head(self) -> None:
-        """Check options, hidden and weight, and find the shape that labels must have."""
-        validation.check_options(self.options)
-        validation.check_head(self.hidden, self.weight, self.names)
-        self.sequence_shards = self.ranks if self.options.sequence_parallel else 1
-        self.shape = tuple(self.hidden.shape[:-1])
-        if self.sequence_shards > 1:
-            require(
-                len(self.shape) > 0, self.names["hidden"], "be [s/tp, ..., H] under sequence_parallel", "one dimension"
-            )
-            self.shape = self.shape[0] * self.sequence_shards, *self.shape[1:]
-
     def rest(self) -> None:
-        """Check labels and what goes with them, and find this rank's shard."""
+        """Check labels and what goes with them, after `check_head`, and find this rank's shard."""
         labels, options, hidden, ranks = self.labels, self.options, self.hidden, self.ranks
-        num_rows, shards = self.weight.shape[0], self.sequence_shards
+        num_rows, shards = self.weight.shape[0], ranks if options.sequence_parallel else 1
         hidden_name, labels_name = self.names["hidden"], self.names["labels"]
         validation.check_tensor(labels_name, labels, torch.int64)
         on_device = f"be on {hidden_name}'s device, {hidden.device}"
@@ -260,7 +251,7 @@ class Checks:
     def lay_out(self) -> None:
         """Make the `Call`."""
         labels, options, ids = self.labels, self.options, self.options.candidates
-        group, gathers = options.tp_group if self.ranks > 1 else None, self.sequence_shards > 1
+        group, gathers = options.tp_group if self.ranks > 1 else None, options.sequence_parallel and self.ranks > 1
         holds_tensors = isinstance(options.temperature, Tensor) or ids is not None
         if holds_tensors or (group, gathers) != (options.tp_group, options.sequence_parallel):  # a copy takes 10 us
             options = replace(options, tp_group=group, sequence_parallel=gathers, temperature=1.0, candidates=None)

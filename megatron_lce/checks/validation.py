@@ -114,8 +114,13 @@ def as_int64(labels: Tensor) -> Tensor:
     return labels.long() if holds_integers(labels) else labels
 
 
-def check_head(hidden: Tensor, weight: Tensor, names: Mapping[str, str] = NAMES, *, fp32_weight: bool = True) -> None:
-    """Check that hidden [..., H] and weight [V_local, H] fit; `fp32_weight`: weight may be fp32 with any hidden."""
+def check_head(
+    hidden: Tensor, weight: Tensor, names: Mapping[str, str] = NAMES, shards: int = 1, *, fp32_weight: bool = True
+) -> tuple[int, ...]:
+    """Check that hidden [..., H] and weight [V_local, H] fit, and return the shape that labels must have.
+
+    shards: the number of sequence-parallel ranks; fp32_weight: weight may be fp32 with any hidden.
+    """
     hidden_name, weight_name = names["hidden"], names["weight"]
     check_tensor(hidden_name, hidden)
     check_tensor(weight_name, weight)
@@ -132,6 +137,10 @@ def check_head(hidden: Tensor, weight: Tensor, names: Mapping[str, str] = NAMES,
     if hidden_shape[-1] != weight_shape[1]:
         raise ValueError(f"{hidden_name} and {weight_name} must agree on H, got {hidden_shape} and {weight_shape}")
     require(hidden_shape[-1] > 0, hidden_name, "have H of at least 1", hidden_shape)
+    if shards == 1:
+        return hidden_shape[:-1]
+    require(len(hidden_shape) > 1, hidden_name, "be [s/tp, ..., H] under sequence_parallel", "one dimension")
+    return hidden_shape[0] * shards, *hidden_shape[1:-1]
 
 
 def check_logits(head: LMHead, shape: tuple[int, ...], names: Mapping[str, str] = NAMES) -> None:
