@@ -192,8 +192,8 @@ class Checks:
         num_rows, shards = self.weight.shape[0], ranks if options.sequence_parallel else 1
         hidden_name, labels_name = self.names["hidden"], self.names["labels"]
         validation.check_tensor(labels_name, labels, torch.int64)
-        on_device = f"be on {hidden_name}'s device, {hidden.device}"
-        require(labels.device == hidden.device, labels_name, on_device, labels.device)
+        if labels.device != hidden.device:
+            raise ValueError(f"{labels_name} must be on {hidden_name}'s device, {hidden.device}, got {labels.device}")
         shape, gathered = tuple(labels.shape), f" gathered over {shards} sequence-parallel ranks" * (shards > 1)
         requirement = f"have {hidden_name}'s shape without H{gathered}, {self.shape}"
         require(shape == self.shape, labels_name, requirement, f"{shape} for {hidden_name} {tuple(hidden.shape)}")

@@ -128,8 +128,8 @@ def check_head(
     if weight.dtype != hidden.dtype and not (fp32_weight and weight.dtype == torch.float32):
         dtypes = f"{hidden.dtype}{' or torch.float32' if fp32_weight and hidden.dtype != torch.float32 else ''}"
         raise TypeError(f"{weight_name} must have {hidden_name}'s dtype, {dtypes}, got {weight.dtype}")
-    on_device = f"be on {hidden_name}'s device, {hidden.device}"
-    require(weight.device == hidden.device, weight_name, on_device, weight.device)
+    if weight.device != hidden.device:
+        raise ValueError(f"{weight_name} must be on {hidden_name}'s device, {hidden.device}, got {weight.device}")
     hidden_shape, weight_shape = tuple(hidden.shape), tuple(weight.shape)
     require(len(hidden_shape) > 0, hidden_name, "be [..., H]", "a scalar")
     require(len(weight_shape) == 2, weight_name, "be [V_local, H]", weight_shape)
