@@ -216,9 +216,8 @@ class Checks:
         # Until ranks compare theirs, the largest shard is this rank's own.
         num_columns = num_rows if vocab_size is None else min(max(vocab_size - start, 0), num_rows)
         self.shard = Shard(start, num_columns, num_rows)
-        is_known = options.vocab_start is None or ranks == 1  # else the group compares its shards
-        if vocab_size is not None and is_known:
-            validation.check_vocab_size(vocab_size, (options.vocab_start or 0) + ranks * num_rows)
+        if ranks == 1:  # else the group compares its shards
+            validation.check_vocab_size(vocab_size, start + num_rows)
         is_reduced = options.reduce_grad_hidden or shards == 1
         require(is_reduced, "reduce_grad_hidden", "be True with sequence_parallel", False)
         sink, step = options.weight_grad_sink, 16 // hidden.element_size()
@@ -308,16 +307,16 @@ def _kind(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 def _max_columns(gathered_sizes: list[tuple[int, int | None]], vocab_size: int | None) -> int:
     """Return the columns of the largest of the shards, (rows, vocab_start) each; raise if they do not fit."""
     shards, starts = zip(*gathered_sizes, strict=True)
+    end = 0
     if None not in starts:
-        end = 0
         for start, rows in sorted(zip(starts, shards, strict=True)):
             if start < end:
                 got = f"{list(starts)} for rows {list(shards)}"
                 raise ValueError(f"vocab_start must be where no other rank's shard lies, got {got}")
             end = start + rows
-        validation.check_vocab_size(vocab_size, end)
     elif any(start is not None for start in starts):
         raise ValueError(f"vocab_start must be given on every rank of tp_group or on none, got {list(starts)}")
     elif len(set(shards)) > 1:
         raise ValueError(f"vocab_start must be given on every rank where shards differ, got rows {list(shards)}")
+    validation.check_vocab_size(vocab_size, end or sum(shards))
     return max(shards)
