@@ -191,11 +191,10 @@ class CapturedHead:
                 if isinstance(teacher_head, CapturedHead):
                     teacher = teacher_head._captured_call(" of the teacher")
                 student.check_teacher(teacher)
-            given = student.compared_with(teacher, options)
+            heads, given = student.compared_with(teacher, options)
             loss = tuple(student.sequence_first(f"per_token[{i - 1}]", x) if i else x for i, x in enumerate(loss))
             by_place = [given.pop("labels"), *loss] if loss else []
-            tensors = student.hidden, student.weight, *student.tensors_of(teacher)
-            return batch_first(operation(*tensors, *by_place, **given))
+            return batch_first(operation(student.hidden, student.weight, *heads, *by_place, **given))
 
     def linear_logits_at(
         self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[kw.HeadGradientOptions]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -71,16 +72,12 @@ class HeadCall:
         call.logits_scale *= factor
         return call
 
-    @property
-    def ranks(self) -> list[int]:
-        return torch.distributed.get_process_group_ranks(self.head.tp_group)
-
     def run(self, operation: Callable[..., T], labels: Any, *others: Any, **keywords: Any) -> T:
         """Run an operation on this hidden and weight; labels, tensors per token and results are [b, s]."""
 
         def run_on(weight: Tensor) -> T:
-            laid_out, given = self.labels(labels, keywords), self.keywords(keywords)
-            return operation(self.hidden, weight, laid_out, *others, **given)
+            of_rows = self.sequence_first("labels", self.labels_of_rows(labels, keywords, self.depth))
+            return operation(self.hidden, weight, of_rows, *others, **self.keywords(keywords))
 
         with laying_out():
             gathers = is_gtp_sharded(self.head)
@@ -90,10 +87,6 @@ class HeadCall:
     def columns(self) -> int:
         """V/tp, also of a weight that is sharded further."""
         return self.head.output_size_per_partition if is_gtp_sharded(self.head) else self.weight.shape[0]
-
-    def labels(self, labels: Any, keywords: Mapping[str, Any]) -> Any:
-        """Return the main head's labels [b, s] as those of this head's rows, [s, b]."""
-        return self.sequence_first("labels", self.labels_of_rows(labels, keywords, self.depth))
 
     def labels_of_rows(self, labels: Any, keywords: Mapping[str, Any], shift: int) -> Any:
         """Return the labels [b, s] of the tokens that the rows predict, given those of rows `shift` further on."""
@@ -109,10 +102,11 @@ class HeadCall:
             teacher.check_unchanged()
             wanted = f"predict no later token than depth {self.depth}"
             validation.require(self.depth >= teacher.depth, name, wanted, f"depth {teacher.depth}")
+            ranks, own_ranks = (dist.get_process_group_ranks(call.head.tp_group) for call in (teacher, self))
             pairs = [
                 ("sequence_parallel", self.sequence_parallel, teacher.sequence_parallel),
                 ("tokens [b, s]", self.batch_and_sequence, teacher.batch_and_sequence),
-                ("ranks in tp_group", self.ranks, teacher.ranks),
+                ("ranks in tp_group", own_ranks, ranks),
             ]
         elif isinstance(teacher, StoredHead):
             name = "teacher_head.hidden"
@@ -123,30 +117,27 @@ class HeadCall:
         for words, own, got in pairs:
             validation.require(got == own, name, f"have the student's {words}, {own}", got)
 
-    def compared_with(self, teacher: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keywords of a divergence from a teacher; rows without one of the same token are ignored."""
+    def compared_with(self, teacher: Any, options: Mapping[str, Any]) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        """Return a teacher's hidden, [s, b, H] or this rank's [s/tp, b, H], and weight, and a divergence's keywords.
+
+        Rows without one of the same token are ignored. What a refused teacher has in place of its tensors makes the
+        call one of a new kind, as it is on the other ranks.
+        """
         forms, depth = self.form(options, "student_"), 0
+        hidden, weight = getattr(teacher, "hidden", teacher), getattr(teacher, "weight", teacher)
         if isinstance(teacher, HeadCall):
             forms, depth = forms | teacher.form(options, "teacher_"), teacher.depth
+        elif isinstance(hidden, Tensor) and tuple(hidden.shape[:2]) == self.batch_and_sequence:  # others are refused
+            hidden = transpose_batch_sequence(hidden)
+            if self.sequence_parallel:
+                hidden = hidden.chunk(self.head.tp_group.size())[self.head.tp_group.rank()]
         shift, labels, further = self.depth - depth, options.get("labels"), self.depth
         if labels is None and shift > 0:
             ignores_none, further = int(options.get("ignore_index", IGNORE_INDEX) == 0), shift
             labels = self.hidden.new_full(self.batch_and_sequence, ignores_none, dtype=torch.int64)
         labels = self.labels_of_rows(labels, options, further)
-        return self.call_keywords({**options, **forms, "labels": labels}) | {"_teacher_shift": shift}
-
-    def tensors_of(self, teacher: Any) -> tuple[Any, Any]:
-        """Return a teacher's hidden, [s, b, H] or this rank's [s/tp, b, H], and weight.
-
-        What a refused one has in their place makes the call one of a new kind, as it is on the other ranks.
-        """
-        hidden, weight = getattr(teacher, "hidden", teacher), getattr(teacher, "weight", teacher)
-        is_stored = isinstance(teacher, StoredHead) and isinstance(hidden, Tensor)
-        if is_stored and tuple(hidden.shape[:2]) == self.batch_and_sequence:  # others are refused later
-            hidden = transpose_batch_sequence(hidden)
-            if self.sequence_parallel:
-                hidden = hidden.chunk(self.head.tp_group.size())[self.head.tp_group.rank()]
-        return hidden, weight
+        given = self.call_keywords({**options, **forms, "labels": labels})
+        return (hidden, weight), given | {"_teacher_shift": shift}
 
     def keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the caller's keywords combined with the head's scale and softcap, for an operation on one head."""
