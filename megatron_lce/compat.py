@@ -113,9 +113,9 @@ def areal_linear_cross_entropy(
     options = Options(dist_process_group, temperature=temperature, telemetry=telemetry, skip_ignored=skip_ignored)
     compared: dict[str, Any] = {"reduction": reduction, "return_max_logits": return_max_logits}
     compared |= {"reduce_grad_hidden": reduce_grad_hidden, "rows of weight": validation.num_weight_rows(weight)}
-    name = "areal_linear_cross_entropy"
+    name, names = "areal_linear_cross_entropy", validation.NAMES | {"tp_group": "dist_process_group"}
     with checked_together(
-        name, hidden, weight, labels, options, group_name="dist_process_group", takes_dtensors=True, compared=compared
+        name, hidden, weight, labels, options, names=names, takes_dtensors=True, compared=compared
     ) as checks:
         validation.check_choice("reduction", reduction, get_args(Reduction))
         validation.check_number("return_max_logits", return_max_logits, bool)

@@ -40,9 +40,7 @@ class TokenLossOptions(HeadGradientOptions, total=False):
     skip_ignored: bool | int
 
 
-class DivergenceLossOptions(TypedDict, total=False):
-    """Keywords of `linear_divergence_loss`."""
-
+class DivergenceOptions(TypedDict, total=False):  # of linear_divergence, linear_divergence_loss and linear_jsd
     beta: float
     temperature: float | Tensor
     student_logits_scale: float
@@ -60,9 +58,3 @@ class DivergenceLossOptions(TypedDict, total=False):
     workspace_bytes: int
     backend: BackendName
     weight_grad_sink: WeightGradSink | None
-
-
-class DivergenceOptions(DivergenceLossOptions, total=False):
-    """Keywords of `linear_divergence` and `linear_jsd`."""
-
-    labels: Tensor | None

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from megatron_lce.api.keywords import DivergenceLossOptions, DivergenceOptions
+from megatron_lce.api.keywords import DivergenceOptions
 from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, flat_per_token, name_of
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import aligned_head, check_keywords, checked_together, keyword_options
@@ -67,6 +67,7 @@ def linear_divergence(
     teacher_weight: Tensor,  # [V_local, H_teacher]
     *,
     kinds: Sequence[Kind] = ("forward_kl", "tv"),
+    labels: Tensor | None = None,  # [...]
     **options: Unpack[DivergenceOptions],
 ) -> LinearDivergenceOutput:
     """Per-token divergences of a student's and a teacher's LM head, several at once, without their logits.
@@ -101,8 +102,8 @@ def linear_divergence(
         TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in backward with `create_graph=True`.
     """
-    keywords, heads = {"kinds": kinds, **options}, (student_hidden, student_weight, teacher_hidden, teacher_weight)
-    return forward_with_gradient(_prepare("linear_divergence", *heads, keywords)).outputs
+    heads = student_hidden, student_weight, teacher_hidden, teacher_weight
+    return forward_with_gradient(_prepare("linear_divergence", *heads, labels, kinds, dict(options))).outputs
 
 
 def linear_jsd(
@@ -110,10 +111,13 @@ def linear_jsd(
     student_weight: Tensor,
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
+    *,
+    labels: Tensor | None = None,
     **options: Unpack[DivergenceOptions],
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
     """`linear_divergence` of the one kind "jsd": its tensor; with `return_student` a tuple of it and `student`."""
-    out = linear_divergence(student_hidden, student_weight, teacher_hidden, teacher_weight, kinds=("jsd",), **options)
+    heads = student_hidden, student_weight, teacher_hidden, teacher_weight
+    out = linear_divergence(*heads, kinds=("jsd",), labels=labels, **options)
     return out.jsd if out.student is None else (out.jsd, out.student)
 
 
@@ -127,7 +131,7 @@ def linear_divergence_loss(
     loss: TokenLossFunction,
     *per_token: Tensor,  # [..., *] each
     kinds: Sequence[Kind] = ("forward_kl", "tv"),
-    **options: Unpack[DivergenceLossOptions],
+    **options: Unpack[DivergenceOptions],
 ) -> DivergenceLoss:
     """The sum over tokens of a caller's loss of divergences, with both gradients computed in forward.
 
@@ -148,12 +152,11 @@ def linear_divergence_loss(
     Raises:
         TypeError, ValueError, RuntimeError: as in `linear_token_loss`.
     """
-    name, keywords = "linear_divergence_loss", {"kinds": kinds, **options, "labels": labels}
-    per_token = tuple(wait_if_async(tensor) for tensor in per_token)
-    loss_args = loss, per_token
-    heads = _prepare(name, student_hidden, student_weight, teacher_hidden, teacher_weight, keywords, loss_args)
-    call = heads.call
-    results, losses = sum_of_losses(name, heads, loss, flat_per_token(call, per_token))
+    name, per_token = "linear_divergence_loss", tuple(wait_if_async(tensor) for tensor in per_token)
+    heads = student_hidden, student_weight, teacher_hidden, teacher_weight
+    source = _prepare(name, *heads, labels, kinds, dict(options), (loss, per_token))
+    call = source.call
+    results, losses = sum_of_losses(name, source, loss, flat_per_token(call, per_token))
     with without_autocast(call.head.hidden.device, name), call.telling():
         check_tokens_apart(loss, losses.sample, alternative="linear_divergence")
     return DivergenceLoss(*results)
@@ -165,13 +168,14 @@ def _prepare(
     student_weight: Tensor,
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
+    labels: Tensor | None,
+    kinds: Sequence[Kind],
     keywords: dict[str, Any],
     loss_args: tuple[TokenLossFunction, tuple[Tensor, ...]] | None = None,
 ) -> TwoHeads:
     """Check the arguments, and lay them out; `loss_args`: the caller's loss and its tensors per token."""
     own = {keyword: keywords.pop(keyword, default) for keyword, default in _DEFAULTS.items()}
-    kinds, labels, beta = keywords.pop("kinds"), keywords.pop("labels", None), own["beta"]
-    own["teacher_temperature"] = wait_if_async(own["teacher_temperature"])
+    beta, own["teacher_temperature"] = own["beta"], wait_if_async(own["teacher_temperature"])
     teacher = LMHead(
         wait_if_async(teacher_hidden),
         wait_if_async(teacher_weight),
@@ -200,15 +204,11 @@ def _prepare(
         validation.check_head(hidden, weight, _STUDENT, fp32_weight=False)
         validation.check_head(teacher.hidden, teacher.weight, names, fp32_weight=False)
         device, rows, teacher_rows = hidden.device, tuple(hidden.shape[:-1]), tuple(teacher.hidden.shape[:-1])
+        columns = "hold as many rows of the vocabulary as student_weight"
         for what, requirement, expected, got in (
             ("teacher_hidden", "be on student_hidden's device", device, teacher.hidden.device),
             ("teacher_hidden", "have student_hidden's shape but for H", rows, teacher_rows),
-            (
-                "teacher_weight",
-                "hold as many rows of the vocabulary as student_weight",
-                len(weight),
-                len(teacher.weight),
-            ),
+            ("teacher_weight", columns, len(weight), len(teacher.weight)),
         ):
             validation.require(got == expected, what, f"{requirement}, {expected}", got)
         validation.check_logits(teacher, checks.shape, names)

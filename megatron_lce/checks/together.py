@@ -50,7 +50,6 @@ def checked_together(
     options: Options,
     *,
     names: Mapping[str, str] = NAMES,
-    group_name: str = "tp_group",
     takes_dtensors: bool = False,
     compared: dict[str, Any] | None = None,
 ) -> Iterator["Checks"]:
@@ -70,7 +69,7 @@ def checked_together(
     the number of rows, of ids a row and of rows that are not ignored.
 
     Args:
-        names: what the operation calls the arguments of its head.
+        names: what the operation calls the arguments of its head, and the group.
         takes_dtensors: replace DTensors by this rank's own tensors, and options by what the placements imply.
         compared: further values that must be equal on every rank, and tensors that must be alike.
     """
@@ -83,7 +82,7 @@ def checked_together(
         options = replace(options, temperature=temperature, candidates=candidates)
     if options.tp_group is not None and not isinstance(options.tp_group, ProcessGroup):
         got = type(options.tp_group).__name__
-        raise TypeError(f"{group_name} must be a torch.distributed.ProcessGroup or None, got {got}")
+        raise TypeError(f"{names['tp_group']} must be a torch.distributed.ProcessGroup or None, got {got}")
     checks = Checks(name, hidden, weight, labels, options, collectives.group_size(options.tp_group), names)
     error = next(iter(_refusals.get() or ()), None)
     try:
@@ -98,7 +97,7 @@ def checked_together(
         # `compared` twice: the first fixes the order, the last overrides an option of the same name.
         compared = compared or {}
         described = {"operation": name, **compared, **_describe(hidden, weight, labels, options, names), **compared}
-        checks.compare(described, error, group_name, max_columns)
+        checks.compare(described, error, max_columns)
     if error is not None:
         raise error
     checks.lay_out()
@@ -224,9 +223,7 @@ class Checks:
         is_aligned, requirement = self.weight.shape[1] % step == 0, f"be None where H is no multiple of {step}"
         require(sink is None or is_aligned, "weight_grad_sink", requirement, tuple(self.weight.shape))
 
-    def compare(
-        self, described: dict[str, Any], error: Exception | None, group_name: str, max_columns: int | None
-    ) -> None:
+    def compare(self, described: dict[str, Any], error: Exception | None, max_columns: int | None) -> None:
         """Compare what describes a call of a new kind over the group, and find the columns of the largest shard."""
         group, start, num_rows = (
             self.options.tp_group,
@@ -239,6 +236,7 @@ class Checks:
         key = _kind(described), num_rows if start is None else None
         if key not in columns_by_kind:
             described[f"the shape of {self.names['hidden']}"] = validation.shape_of(self.hidden)
+            group_name = self.names["tp_group"]
             sizes = agree(group, described, error, (num_rows, start), group_name)
             columns_by_kind[key] = _max_columns(sizes, self.options.vocab_size)
             self.telling = partial(_Telling, self.operation, group, group_name, columns_by_kind, key)

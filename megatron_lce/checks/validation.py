@@ -18,8 +18,8 @@ R = TypeVar("R")
 _SMALLEST, _LARGEST = 1e-37, 1e38  # fp32 also holds the reciprocal, and log2 e times the number
 MAX_VOCABULARY = 2**31  # kernels hold ids in int32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What operations call the arguments of a head; some call them otherwise.
-NAMES = {name: name for name in ("hidden", "weight", "labels", "temperature", "logits_scale", "softcap")}
+# What operations call the arguments of a head, and the group; some call them otherwise.
+NAMES = {name: name for name in ("hidden", "weight", "labels", "temperature", "logits_scale", "softcap", "tp_group")}
 _DEFAULTS = Options()
 _NUMBERS = (  # options that `check_number` checks, their types and minima; None, too, where it is the default
     ("sequence_parallel", bool, None),

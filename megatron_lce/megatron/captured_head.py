@@ -143,6 +143,7 @@ class CapturedHead:
         teacher_head: CapturedHead | StoredHead,
         *,
         kinds: Sequence[Kind] = ("forward_kl", "tv"),
+        labels: Tensor | None = None,
         **options: Unpack[kw.DivergenceOptions],
     ) -> LinearDivergenceOutput:
         """Return `megatron_lce.linear_divergence` of this captured head, the student's, and a teacher's.
@@ -153,13 +154,17 @@ class CapturedHead:
             teacher_head: the capture of the teacher's forward pass over the same tokens, its vocabulary sharded over
                 the same ranks; or a `StoredHead`. It gets no gradient: run its forward pass under no_grad.
         """
-        return self._compared(linear_divergence, teacher_head, {"kinds": kinds, **options})
+        return self._compared(linear_divergence, teacher_head, {"kinds": kinds, "labels": labels, **options})
 
     def linear_jsd(
-        self, teacher_head: CapturedHead | StoredHead, **options: Unpack[kw.DivergenceOptions]
+        self,
+        teacher_head: CapturedHead | StoredHead,
+        *,
+        labels: Tensor | None = None,
+        **options: Unpack[kw.DivergenceOptions],
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
         """Return `megatron_lce.linear_jsd` of this captured head and a teacher's, as `linear_divergence` takes it."""
-        out = self.linear_divergence(teacher_head, kinds=("jsd",), **options)
+        out = self.linear_divergence(teacher_head, kinds=("jsd",), labels=labels, **options)
         return out.jsd if out.student is None else (out.jsd, out.student)
 
     def linear_divergence_loss(
@@ -169,7 +174,7 @@ class CapturedHead:
         loss: TokenLossFunction,
         *per_token: Tensor,
         kinds: Sequence[Kind] = ("forward_kl", "tv"),
-        **options: Unpack[kw.DivergenceLossOptions],
+        **options: Unpack[kw.DivergenceOptions],
     ) -> DivergenceLoss:
         """Return `megatron_lce.linear_divergence_loss` of this captured head and a teacher's.
 
