@@ -102,7 +102,7 @@ def linear_divergence(
         TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in backward with `create_graph=True`.
     """
-    heads = student_hidden, student_weight, teacher_hidden, teacher_weight
+    heads = (student_hidden, student_weight), (teacher_hidden, teacher_weight)
     return forward_with_gradient(_prepare("linear_divergence", *heads, labels, kinds, dict(options))).outputs
 
 
@@ -153,7 +153,7 @@ def linear_divergence_loss(
         TypeError, ValueError, RuntimeError: as in `linear_token_loss`.
     """
     name, per_token = "linear_divergence_loss", tuple(wait_if_async(tensor) for tensor in per_token)
-    heads = student_hidden, student_weight, teacher_hidden, teacher_weight
+    heads = (student_hidden, student_weight), (teacher_hidden, teacher_weight)
     source = _prepare(name, *heads, labels, kinds, dict(options), (loss, per_token))
     call = source.call
     results, losses = sum_of_losses(name, source, loss, flat_per_token(call, per_token))
@@ -164,10 +164,8 @@ def linear_divergence_loss(
 
 def _prepare(
     name: str,
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
+    student: tuple[Tensor, Tensor],  # hidden and weight
+    teacher: tuple[Tensor, Tensor],
     labels: Tensor | None,
     kinds: Sequence[Kind],
     keywords: dict[str, Any],
@@ -176,42 +174,35 @@ def _prepare(
     """Check the arguments, and lay them out; `loss_args`: the caller's loss and its tensors per token."""
     own = {keyword: keywords.pop(keyword, default) for keyword, default in _DEFAULTS.items()}
     beta, own["teacher_temperature"] = own["beta"], wait_if_async(own["teacher_temperature"])
-    teacher = LMHead(
-        wait_if_async(teacher_hidden),
-        wait_if_async(teacher_weight),
-        own["teacher_temperature"],
-        own["teacher_logits_scale"],
-        own["teacher_softcap"],
-    )
+    of_teacher = own["teacher_temperature"], own["teacher_logits_scale"], own["teacher_softcap"]
+    teacher_head = LMHead(wait_if_async(teacher[0]), wait_if_async(teacher[1]), *of_teacher)
     of_student = {"logits_scale": own["student_logits_scale"], "softcap": own["student_softcap"]}
     options = keyword_options(keywords, DivergenceOptions, entropy=False, **of_student)
     compared = {
         **own,
         "kinds": kinds,
-        "teacher_hidden": validation.describe_tensor(teacher.hidden),
-        "teacher_weight": validation.describe_tensor(teacher.weight),
+        "teacher_hidden": validation.describe_tensor(teacher_head.hidden),
+        "teacher_weight": validation.describe_tensor(teacher_head.weight),
         "beta": int(beta) if isinstance(beta, int | float) and beta in (0, 1) else beta,  # two kinds of their own
     }
     if loss_args is not None:
         compared["loss"] = name_of(loss_args[0])
-    with checked_together(
-        name, student_hidden, student_weight, labels, options, names=_STUDENT, compared=compared
-    ) as checks:
+    with checked_together(name, *student, labels, options, names=_STUDENT, compared=compared) as checks:
         check_keywords(name, keywords, DivergenceOptions)
         hidden, weight, names = checks.hidden, checks.weight, _TEACHER | {"temperature": "teacher_temperature"}
         if own["teacher_temperature"] is None:
-            teacher, names = teacher._replace(temperature=checks.options.temperature), _TEACHER
+            teacher_head, names = teacher_head._replace(temperature=checks.options.temperature), _TEACHER
         validation.check_head(hidden, weight, _STUDENT, fp32_weight=False)
-        validation.check_head(teacher.hidden, teacher.weight, names, fp32_weight=False)
-        device, rows, teacher_rows = hidden.device, tuple(hidden.shape[:-1]), tuple(teacher.hidden.shape[:-1])
+        validation.check_head(teacher_head.hidden, teacher_head.weight, names, fp32_weight=False)
+        device, rows, teacher_rows = hidden.device, tuple(hidden.shape[:-1]), tuple(teacher_head.hidden.shape[:-1])
         columns = "hold as many rows of the vocabulary as student_weight"
         for what, requirement, expected, got in (
-            ("teacher_hidden", "be on student_hidden's device", device, teacher.hidden.device),
+            ("teacher_hidden", "be on student_hidden's device", device, teacher_head.hidden.device),
             ("teacher_hidden", "have student_hidden's shape but for H", rows, teacher_rows),
-            ("teacher_weight", columns, len(weight), len(teacher.weight)),
+            ("teacher_weight", columns, len(weight), len(teacher_head.weight)),
         ):
             validation.require(got == expected, what, f"{requirement}, {expected}", got)
-        validation.check_logits(teacher, checks.shape, names)
+        validation.check_logits(teacher_head, checks.shape, names)
         is_sequence = isinstance(kinds, Sequence) and not isinstance(kinds, str)
         validation.require(is_sequence, "kinds", "be a sequence of names", type(kinds).__name__, TypeError)
         validation.require(len(kinds) > 0, "kinds", "name at least one divergence", kinds)
@@ -225,10 +216,10 @@ def _prepare(
             validation.require(not own["return_student"], "labels", "be given for return_student", None)
             checks.labels = hidden.new_full(checks.shape, int(options.ignore_index == 0), dtype=torch.int64)
     call = checks.call
-    teacher_hidden = _later_rows(teacher.hidden.detach(), own["_teacher_shift"], call)
+    teacher_hidden = _later_rows(teacher_head.hidden.detach(), own["_teacher_shift"], call)
     return TwoHeads(
         replace(call, matmul=matmul),
-        aligned_head(teacher._replace(hidden=teacher_hidden, weight=teacher.weight.detach())),
+        aligned_head(teacher_head._replace(hidden=teacher_hidden, weight=teacher_head.weight.detach())),
         kinds=tuple(dict.fromkeys(kinds)),
         beta=float(beta),
         return_student=own["return_student"],
