@@ -118,7 +118,7 @@ def areal_linear_cross_entropy(
         name, hidden, weight, labels, options, names=names, takes_dtensors=True, compared=compared
     ) as checks:
         validation.check_choice("reduction", reduction, get_args(Reduction))
-        validation.check_number("return_max_logits", return_max_logits, bool)
+        validation.check_scalar("return_max_logits", return_max_logits, bool)
         ids = _checked_labels(checks.labels, checks.shape)
         if isinstance(temperature, Tensor):
             temperature = temperature.reshape(-1)
@@ -127,7 +127,7 @@ def areal_linear_cross_entropy(
             temperature = temperature.view(ids.shape).where(ids >= 0, 1.0)  # anything in ignored rows
         if reduce_grad_hidden is None:
             reduce_grad_hidden = not is_summed_in_front(hidden, dist_process_group)
-        validation.check_number("reduce_grad_hidden", reduce_grad_hidden, bool)
+        validation.check_scalar("reduce_grad_hidden", reduce_grad_hidden, bool)
         checks.labels = ids.where(ids >= 0, IGNORE_INDEX)
         checks.options = replace(checks.options, temperature=temperature, reduce_grad_hidden=reduce_grad_hidden)
     out = forward_with_gradient(OneHead(checks.call)).outputs

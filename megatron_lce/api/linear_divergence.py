@@ -209,7 +209,7 @@ def _prepare(
         for kind in kinds:
             validation.check_choice("kinds", kind, KINDS)
         validation.check_fraction("beta", beta)
-        validation.check_number("return_student", own["return_student"], bool)
+        validation.check_scalar("return_student", own["return_student"], bool)
         if loss_args is not None:
             check_loss(*loss_args, checks.shape, device)
         elif labels is None:

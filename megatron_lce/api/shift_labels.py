@@ -36,7 +36,7 @@ def shift_labels(
             would wait: one past the row's end is taken as its end, and a sequence longer than its place is cut.
     """
     validation.check_tensor("tokens", tokens, torch.int64)
-    validation.check_number("ignore_index", ignore_index, int)
+    validation.check_scalar("ignore_index", ignore_index, int)
     require(tokens.dim() == 2, "tokens", "be [b, s] or [1, total]", tuple(tokens.shape))
     if mask is not None:
         validation.check_tensor("mask", mask)

@@ -57,9 +57,8 @@ def support_logprobs(
     call_options = keyword_options(options, HeadGradientOptions, entropy=False, ignore_index=ignore_index)
     with checked_together(name, hidden, weight, labels, call_options, compared=compared) as checks:
         check_keywords(name, options, HeadGradientOptions)
-        validation.check_number("entropy", entropy, bool)
-        validation.check_number("empty_rows", empty_rows, bool)
-        validation.check_tensor("labels", labels, torch.int64)
+        validation.check_scalar("entropy", entropy, bool)
+        validation.check_scalar("empty_rows", empty_rows, bool)
         validation.check_tensor("offsets", offsets)
         check_ids(ids, offsets, checks.shape, hidden.device)
     call = checks.call

@@ -215,7 +215,7 @@ class Checks:
         # Until ranks compare theirs, the largest shard is this rank's own.
         num_columns = num_rows if vocab_size is None else min(max(vocab_size - start, 0), num_rows)
         self.shard = Shard(start, num_columns, num_rows)
-        if ranks == 1:  # else the group compares its shards
+        if vocab_size is not None and ranks == 1:  # a group compares its shards
             validation.check_vocab_size(vocab_size, start + num_rows)
         is_reduced = options.reduce_grad_hidden or shards == 1
         require(is_reduced, "reduce_grad_hidden", "be True with sequence_parallel", False)
@@ -225,11 +225,8 @@ class Checks:
 
     def compare(self, described: dict[str, Any], error: Exception | None, max_columns: int | None) -> None:
         """Compare what describes a call of a new kind over the group, and find the columns of the largest shard."""
-        group, start, num_rows = (
-            self.options.tp_group,
-            self.options.vocab_start,
-            validation.num_weight_rows(self.weight),
-        )
+        group, start = self.options.tp_group, self.options.vocab_start
+        num_rows = validation.num_weight_rows(self.weight)
         assert group is not None
         columns_by_kind = _agreed.setdefault(group, {})
         described["largest shard"] = max_columns

@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What operations call the arguments of a head, and the group; some call them otherwise.
 NAMES = {name: name for name in ("hidden", "weight", "labels", "temperature", "logits_scale", "softcap", "tp_group")}
 _DEFAULTS = Options()
-_NUMBERS = (  # options that `check_number` checks, their types and minima; None, too, where it is the default
+_SCALARS = (  # options, their types and minima; None, too, where it is the default
     ("sequence_parallel", bool, None),
     ("entropy", bool, None),
     ("reduce_grad_hidden", bool, None),
@@ -43,8 +43,8 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
         TypeError: an argument is not as described.
     """
     check_tensor("labels", labels, torch.int64)
-    check_number("vocab_size", vocab_size, int, minimum=1)
-    check_number("ignore_index", ignore_index, int)
+    check_scalar("vocab_size", vocab_size, int, minimum=1)
+    check_scalar("ignore_index", ignore_index, int)
     bad = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     if count := int(bad.sum()):
         position = tuple(int(i) for i in bad.nonzero()[0])
@@ -148,14 +148,13 @@ def check_logits(head: LMHead, shape: tuple[int, ...], names: Mapping[str, str] 
     temperature, scale, softcap = head.temperature, head.logits_scale, head.softcap
     name = names["temperature"]
     if not isinstance(temperature, Tensor):
-        check_number(name, temperature, positive=True)
+        check_scalar(name, temperature, positive=True)
     else:
         is_floating, got = temperature.is_floating_point(), f"a tensor of {temperature.dtype}"
         require(is_floating, name, "be a float or a floating tensor", got, TypeError)
         check_per_token(name, temperature, shape, head.hidden.device, "be a float or have labels' shape")
-    check_number(names["logits_scale"], scale)
-    if softcap is not None:
-        check_number(names["softcap"], softcap, positive=True)
+    check_scalar(names["logits_scale"], scale)
+    check_scalar(names["softcap"], softcap, positive=True, optional=True)
     numbers: dict[str, Any] = {"logits_scale": scale, "softcap": softcap, "temperature": temperature}
     outer = "logits_scale" if softcap is None else "softcap"
     for above, below in ((outer, "temperature"), ("logits_scale", "softcap")):
@@ -200,11 +199,11 @@ def check_ids_shape(name: str, ids: Tensor, shape: tuple[int, ...], of: str) -> 
 
 
 def check_options(options: Options) -> None:
-    """Check the keywords that do not depend on a call's tensors; `check_logits` checks the others of a number."""
-    for name, kind, minimum in _NUMBERS:
+    """Check the keywords that do not depend on a call's tensors, but for those of `check_logits`."""
+    for name, kind, minimum in _SCALARS:
         value = getattr(options, name)
         if value is not None or getattr(_DEFAULTS, name) is not None:
-            check_number(name, value, kind, minimum=minimum)
+            check_scalar(name, value, kind, minimum=minimum)
     telemetry, wanted = options.telemetry, 'be a bool or "mean_logit"'
     require(isinstance(telemetry, bool | str), "telemetry", wanted, type(telemetry).__name__, TypeError)
     require(isinstance(telemetry, bool) or telemetry == "mean_logit", "telemetry", wanted, repr(telemetry))
@@ -220,10 +219,18 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> None:
     require(vocab_size is None or vocab_size <= columns, "vocab_size", limit, got)
 
 
-def check_number(
-    name: str, value: Any, kind: type = float, *, minimum: int | None = None, positive: bool = False
+def check_scalar(
+    name: str,
+    value: Any,
+    kind: type = float,
+    *,
+    minimum: int | None = None,
+    positive: bool = False,
+    optional: bool = False,  # None is right, too
 ) -> None:
     """Check a finite number that fp32 holds or, of another kind, an int that int64 holds or a bool."""
+    if optional and value is None:
+        return
     types: Any = (int, float) if kind is float else kind
     if not isinstance(value, types) or isinstance(value, bool) != (kind is bool):
         raise TypeError(f"{name} must be {'an' if kind is int else 'a'} {kind.__name__}, got {_type_name(value)}")
@@ -233,14 +240,14 @@ def check_number(
     elif kind is float:
         if isinstance(value, int) and abs(value) > _LARGEST:
             raise ValueError(f"{name} must be a number that fp32 holds, got an int of {value.bit_length()} bits")
-        is_right = math.isfinite(value) and (value > 0 or not positive)
-        require(is_right, name, f"be {'positive and ' * positive}finite", value)
-        is_held = abs(value) <= _LARGEST and (value >= _SMALLEST or not positive)
-        require(is_held, name, "be a number that fp32 holds", value)
+        if not math.isfinite(value) or (positive and value <= 0):
+            raise ValueError(f"{name} must be {'positive and ' * positive}finite, got {value}")
+        least = _SMALLEST if positive else -_LARGEST
+        require(least <= value <= _LARGEST, name, "be a number that fp32 holds", value)
 
 
 def check_fraction(name: str, value: float) -> None:
-    check_number(name, value)
+    check_scalar(name, value)
     require(0 <= value <= 1, name, "lie in [0, 1]", value)
 
 

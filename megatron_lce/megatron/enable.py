@@ -6,14 +6,7 @@ from typing import Any, Literal
 from torch import nn
 
 from megatron_lce.backends.choice import describe_backend, triton_obstacle
-from megatron_lce.checks.validation import (
-    check_choice,
-    check_fraction,
-    check_number,
-    check_options,
-    renamed,
-    require,
-)
+from megatron_lce.checks import validation
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options
 from megatron_lce.megatron.capture import CapturingHead
 from megatron_lce.megatron.heads import own_softcap
@@ -84,7 +77,7 @@ class FusedLinearCE:
             self._fused.close()
 
 
-@renamed("skip_masked", "skip_ignored")
+@validation.renamed("skip_masked", "skip_ignored")
 def enable_fused_linear_ce(
     model: nn.Module | Sequence[nn.Module],
     use_fused_linear_ce: bool = True,
@@ -208,16 +201,14 @@ def _refusal(settings: dict[str, Any], modules: list[nn.Module]) -> Exception | 
     """Return the error that this rank's arguments call for."""
     options = {name: value for name, value in settings.items() if name in Options.__dataclass_fields__}
     try:
-        check_choice("on_unsupported", settings["on_unsupported"], ("fallback", "raise"))
-        check_options(Options(**options))
+        validation.check_choice("on_unsupported", settings["on_unsupported"], ("fallback", "raise"))
+        validation.check_options(Options(**options))
         for name in ("use_fused_linear_ce", "skip_masked", "known_loss"):
-            if name != "known_loss" or settings[name] is not None:
-                check_number(name, settings[name], bool)
-        if settings["softcap"] is not None:
-            check_number("softcap", settings["softcap"], positive=True)
-        check_number("z_loss", settings["z_loss"])
-        require(settings["z_loss"] >= 0, "z_loss", "be at least 0", settings["z_loss"])
-        check_fraction("label_smoothing", settings["label_smoothing"])
+            validation.check_scalar(name, settings[name], bool, optional=name == "known_loss")
+        validation.check_scalar("softcap", settings["softcap"], positive=True, optional=True)
+        validation.check_scalar("z_loss", settings["z_loss"])
+        validation.require(settings["z_loss"] >= 0, "z_loss", "be at least 0", settings["z_loss"])
+        validation.check_fraction("label_smoothing", settings["label_smoothing"])
         if terms_of(settings) and not settings["use_fused_linear_ce"]:
             raise ValueError(f"{terms_of(settings)} must be 0 where {_OFF}: Megatron's own loss does not have it")
         is_captured = any(isinstance(owner, CapturingHead) for owner in owners_on(*modules))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import laying_out, refuse, refusing
-from megatron_lce.checks.validation import check_number
+from megatron_lce.checks.validation import check_scalar
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.gtp import is_gtp_sharded, with_whole_weight
 from megatron_lce.megatron.heads import own_softcap
@@ -146,9 +146,9 @@ class HeadCall:
         if own_softcap(self.head) is None or scale == 1.0:
             return keywords
         with refusing():  # the scale comes after the head, so after its cap
-            check_number("logits_scale", scale, positive=True)
+            check_scalar("logits_scale", scale, positive=True)
             if not isinstance(temperature, Tensor):
-                check_number("temperature", temperature, positive=True)
+                check_scalar("temperature", temperature, positive=True)
                 temperature /= scale
             elif temperature.is_floating_point():  # others are refused later
                 temperature = temperature.float() / scale  # 16 bits would round the quotient
@@ -173,7 +173,7 @@ class HeadCall:
         factor, softcap = given.get(f"{whose}logits_scale", 1.0), given.get(f"{whose}softcap")
         own, scale = own_softcap(self.head), 1.0
         with refusing():
-            check_number(f"{whose}logits_scale", factor)
+            check_scalar(f"{whose}logits_scale", factor)
             own_softcap(self.head, softcap)
             scale = factor * self.logits_scale
             if whose and own is not None and scale != 1.0:

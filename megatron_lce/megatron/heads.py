@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_lce.checks.validation import DTYPES, check_number
+from megatron_lce.checks.validation import DTYPES, check_scalar
 from megatron_lce.megatron.gtp import is_gtp_sharded
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def accept_head(
     elif not _overrides(head):
         raise ValueError(f"head must define forward or _forward_impl, {head.__name__} defines neither")
     if softcap is not None and not callable(softcap) and softcap != 0:
-        check_number("softcap", softcap, positive=True)
+        check_scalar("softcap", softcap, positive=True)
     _accepted[head] = lambda own: (
         softcap(own) if callable(softcap) else softcap,
         logits_dtype(own) if callable(logits_dtype) else logits_dtype,
