@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.api.keywords import DivergenceOptions
-from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, flat_per_token, name_of
+from megatron_lce.api.linear_token_loss import check_loss, check_tokens_apart, flat_per_token
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import aligned_head, check_keywords, checked_together, keyword_options
 from megatron_lce.core.call import Call
@@ -181,12 +181,11 @@ def _prepare(
     compared = {
         **own,
         "kinds": kinds,
+        "loss": loss_args and loss_args[0],
         "teacher_hidden": validation.describe_tensor(teacher_head.hidden),
         "teacher_weight": validation.describe_tensor(teacher_head.weight),
         "beta": int(beta) if isinstance(beta, int | float) and beta in (0, 1) else beta,  # two kinds of their own
     }
-    if loss_args is not None:
-        compared["loss"] = name_of(loss_args[0])
     with checked_together(name, *student, labels, options, names=_STUDENT, compared=compared) as checks:
         check_keywords(name, keywords, DivergenceOptions)
         hidden, weight, names = checks.hidden, checks.weight, _TEACHER | {"temperature": "teacher_temperature"}

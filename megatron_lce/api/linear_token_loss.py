@@ -85,7 +85,7 @@ def linear_token_loss(
         RuntimeError: in a second backward, because the first scales the gradients in place.
     """
     per_token = tuple(wait_if_async(tensor) for tensor in per_token)
-    name, compared = "linear_token_loss", {"loss": name_of(loss)}
+    name, compared = "linear_token_loss", {"loss": loss}
     given = keyword_options(options, TokenLossOptions, logits_cache_bytes=0)
     with checked_together(name, hidden, weight, labels, given, compared=compared) as checks:
         if "logits_cache_bytes" in options:
@@ -107,11 +107,6 @@ def check_loss(
     validation.require(callable(loss), "loss", requirement, type(loss).__name__, TypeError)
     for i, tensor in enumerate(per_token):
         validation.check_per_token(f"per_token[{i}]", tensor, shape, device, further=True)
-
-
-def name_of(loss: object) -> str:
-    """Return the name of a caller's loss, which is part of its call's kind: code of one name is not told apart."""
-    return getattr(loss, "__qualname__", type(loss).__name__)
 
 
 def flat_per_token(call: Call, per_token: tuple[Tensor, ...]) -> list[Tensor]:

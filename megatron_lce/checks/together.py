@@ -138,8 +138,7 @@ def agree(
     fault: str = "refuses its arguments",  # what this rank's error is
 ) -> list[Any]:
     """Return every rank's `value`; all ranks raise if one has an error, or if their arguments differ."""
-    describe = validation.describe_tensor
-    given = {name: describe(x) if isinstance(x, Tensor) else repr(x) for name, x in arguments.items()}
+    given = {name: _described(value) for name, value in arguments.items()}
     entries = collectives.gather_objects((given, None if error is None else f"{fault}: {error}", value), group)
     if error is not None:
         raise error
@@ -287,6 +286,13 @@ def _describe(
     }
 
 
+def _described(value: Any) -> str:
+    """Return what must be equal on every rank: of a function its name, so that code of one name is not told apart."""
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return validation.describe_tensor(value) if isinstance(value, Tensor) else repr(value)
+
+
 def _kind(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Return what is equal in every call of a kind: of floats, tensors and a number of rows their types alone."""
 
@@ -294,7 +300,7 @@ def _kind(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         if isinstance(value, Tensor):
             return f"{value.dtype} on {value.device.type}"
         is_number = isinstance(value, float) or (name == "skip_ignored" and not isinstance(value, bool))
-        return type(value).__name__ if is_number else repr(value)
+        return type(value).__name__ if is_number else _described(value)
 
     return tuple((name, lasting(name, value)) for name, value in arguments.items())
 
