@@ -117,5 +117,5 @@ def linear_cross_entropy(
     given = locals()
     options = Options(**{field.name: given[field.name] for field in fields(Options)})  # named once, in the signature
     with checked_together("linear_cross_entropy", hidden, weight, labels, options, takes_dtensors=True) as checks:
-        pass
+        pass  # it takes nothing else
     return forward_with_gradient(OneHead(checks.call)).outputs

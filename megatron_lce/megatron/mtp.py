@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_trackers: list[dict[str, Any]] = []  # the one in which Megatron logs its MTP losses, while they are discarded
+
 
 def sequence_ends(packed_seq_params: Any, num_tokens: int, device: torch.device) -> Tensor:
     """Return the end of the sequence that holds each of the positions, [num_tokens] int64; of padding, its position."""
@@ -28,23 +30,17 @@ def later_labels(labels: Tensor, ends: Tensor, shift: int, ignore_index: int) ->
     return labels.roll(-shift, dims=1).masked_fill(~has_later_row, ignore_index)
 
 
-class _Discarded(dict[str, Any]):
-    """Takes the place of the tracker in which Megatron logs its MTP losses."""
-
-    def __init__(self, tracker: dict[str, Any]) -> None:
-        self.tracker = tracker
-
-
 def discard_metrics() -> None:
     """Keep what Megatron logs of its MTP losses out of its tracker until `restore_metrics`."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as helper
 
-    if not isinstance(helper.tracker, _Discarded):  # of a capture around this one
-        helper.tracker = _Discarded(helper.tracker)
+    if not _trackers:  # else they are discarded already
+        _trackers.append(helper.tracker)
+        helper.tracker = {}
 
 
 def restore_metrics() -> None:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as helper
 
-    if isinstance(helper.tracker, _Discarded):
-        helper.tracker = helper.tracker.tracker
+    if _trackers:
+        helper.tracker = _trackers.pop()
