@@ -182,7 +182,7 @@ def torch_linear_cross_entropy(
     call_options = Options(tp_group, ignore_index=ignored, entropy=False, telemetry=smooth, skip_ignored=skip_ignored)
     name = "torch_linear_cross_entropy"
     names = validation.NAMES | {"hidden": "input", "weight": "linear_weight", "labels": "target"}
-    shape, kind = validation.shape_of(linear_weight), getattr(target, "dtype", torch.int64)
+    shape, kind = validation.shape_of(linear_weight), target.dtype if isinstance(target, Tensor) else torch.int64
     unsupported = {
         "linear_bias must be None: the fused head does not support a bias": linear_bias is not None,
         "options must be None: this head does not chunk the batch; to bound memory, use workspace_bytes of "

@@ -74,7 +74,7 @@ def linear_topk(
         call_options = keyword_options(options, HeadOptions, entropy=False)
         with checked_together(name, hidden, weight, None, call_options, compared=compared) as checks:
             check_keywords(name, options, HeadOptions)
-            validation.check_scalar("k", k, int, minimum=1)
+            validation.check_scalar("k", k, int, least=1)
             validation.require(k <= MAX_K, "k", f"be at most {MAX_K}", k)
             checks.labels = checks.hidden.new_zeros(checks.shape, dtype=torch.int64)
             vocab_size = call_options.vocab_size

@@ -21,16 +21,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What operations call the arguments of a head, and the group; some call them otherwise.
 NAMES = {name: name for name in ("hidden", "weight", "labels", "temperature", "logits_scale", "softcap", "tp_group")}
 _DEFAULTS = Options()
-_SCALARS = (  # options, their types and minima; None, too, where it is the default
-    ("sequence_parallel", bool, None),
-    ("entropy", bool, None),
-    ("reduce_grad_hidden", bool, None),
-    ("ignore_index", int, None),
-    ("vocab_start", int, 0),
-    ("vocab_size", int, 1),
-    ("logits_cache_bytes", int, 0),
-    ("workspace_bytes", int, 0),
-)
+_BOOLS = ("sequence_parallel", "entropy", "reduce_grad_hidden")  # options
+_MINIMA = {"ignore_index": None, "vocab_start": 0, "vocab_size": 1, "logits_cache_bytes": 0, "workspace_bytes": 0}
 
 
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
@@ -43,7 +35,7 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
         TypeError: an argument is not as described.
     """
     check_tensor("labels", labels, torch.int64)
-    check_scalar("vocab_size", vocab_size, int, minimum=1)
+    check_scalar("vocab_size", vocab_size, int, least=1)
     check_scalar("ignore_index", ignore_index, int)
     bad = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     if count := int(bad.sum()):
@@ -145,24 +137,21 @@ def check_head(
 
 def check_logits(head: LMHead, shape: tuple[int, ...], names: Mapping[str, str] = NAMES) -> None:
     """Check what makes a head's logits of its products, and the quotients; `shape`: labels'."""
-    temperature, scale, softcap = head.temperature, head.logits_scale, head.softcap
-    name = names["temperature"]
+    temperature, name = head.temperature, names["temperature"]
     if not isinstance(temperature, Tensor):
         check_scalar(name, temperature, positive=True)
     else:
         is_floating, got = temperature.is_floating_point(), f"a tensor of {temperature.dtype}"
         require(is_floating, name, "be a float or a floating tensor", got, TypeError)
         check_per_token(name, temperature, shape, head.hidden.device, "be a float or have labels' shape")
-    check_scalar(names["logits_scale"], scale)
-    check_scalar(names["softcap"], softcap, positive=True, optional=True)
-    numbers: dict[str, Any] = {"logits_scale": scale, "softcap": softcap, "temperature": temperature}
-    outer = "logits_scale" if softcap is None else "softcap"
+    check_scalar(names["logits_scale"], head.logits_scale)
+    check_scalar(names["softcap"], head.softcap, positive=True, optional=True)
+    outer = "logits_scale" if head.softcap is None else "softcap"
     for above, below in ((outer, "temperature"), ("logits_scale", "softcap")):
-        number, divisor = numbers[above], numbers[below]
-        if isinstance(divisor, int | float):
-            holds = abs(number / divisor) <= _LARGEST
+        number, divisor = getattr(head, above), getattr(head, below)
+        if isinstance(divisor, int | float) and abs(number / divisor) > _LARGEST:
             quotient = f"{names[above]} / {names[below]}"
-            require(holds, quotient, "be a number that fp32 holds", f"{number} / {divisor}")
+            raise ValueError(f"{quotient} must be a number that fp32 holds, got {number} / {divisor}")
 
 
 def check_per_token(
@@ -200,10 +189,10 @@ def check_ids_shape(name: str, ids: Tensor, shape: tuple[int, ...], of: str) -> 
 
 def check_options(options: Options) -> None:
     """Check the keywords that do not depend on a call's tensors, but for those of `check_logits`."""
-    for name, kind, minimum in _SCALARS:
-        value = getattr(options, name)
-        if value is not None or getattr(_DEFAULTS, name) is not None:
-            check_scalar(name, value, kind, minimum=minimum)
+    for name in _BOOLS:
+        check_scalar(name, getattr(options, name), bool)
+    for name, least in _MINIMA.items():
+        check_scalar(name, getattr(options, name), int, least, optional=getattr(_DEFAULTS, name) is None)
     telemetry, wanted = options.telemetry, 'be a bool or "mean_logit"'
     require(isinstance(telemetry, bool | str), "telemetry", wanted, type(telemetry).__name__, TypeError)
     require(isinstance(telemetry, bool) or telemetry == "mean_logit", "telemetry", wanted, repr(telemetry))
@@ -220,30 +209,24 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> None:
 
 
 def check_scalar(
-    name: str,
-    value: Any,
-    kind: type = float,
-    *,
-    minimum: int | None = None,
-    positive: bool = False,
-    optional: bool = False,  # None is right, too
+    name: str, value: Any, kind: type = float, least: int | None = None, positive: bool = False, optional: bool = False
 ) -> None:
-    """Check a finite number that fp32 holds or, of another kind, an int that int64 holds or a bool."""
+    """Check a number that fp32 holds, an int that int64 holds, or a bool; `optional`: or None."""
     if optional and value is None:
         return
     types: Any = (int, float) if kind is float else kind
     if not isinstance(value, types) or isinstance(value, bool) != (kind is bool):
         raise TypeError(f"{name} must be {'an' if kind is int else 'a'} {kind.__name__}, got {_type_name(value)}")
     if kind is int:
-        require(minimum is None or value >= minimum, name, f"be at least {minimum}", value)
+        require(least is None or value >= least, name, f"be at least {least}", value)
         require(-(2**63) <= value < 2**63, name, "be a number that int64 holds", value)
     elif kind is float:
         if isinstance(value, int) and abs(value) > _LARGEST:
             raise ValueError(f"{name} must be a number that fp32 holds, got an int of {value.bit_length()} bits")
         if not math.isfinite(value) or (positive and value <= 0):
             raise ValueError(f"{name} must be {'positive and ' * positive}finite, got {value}")
-        least = _SMALLEST if positive else -_LARGEST
-        require(least <= value <= _LARGEST, name, "be a number that fp32 holds", value)
+        is_held = (_SMALLEST if positive else -_LARGEST) <= value <= _LARGEST
+        require(is_held, name, "be a number that fp32 holds", value)
 
 
 def check_fraction(name: str, value: float) -> None:
