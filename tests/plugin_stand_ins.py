@@ -1,4 +1,7 @@
-"""Packages with the modules and names of frameworks, on which plugins are tried."""
+"""Packages with the modules and functions that plugins ask of frameworks, on which they are tried.
+
+They are made of the plugins' own tables; that these are right, `make test-frameworks` finds out.
+"""
 
 import functools
 import importlib
@@ -6,9 +9,14 @@ import operator
 import os
 import sys
 import textwrap
+from unittest import mock
 
 import pytest
 
+from megatron_lce.plugins.patching import Plugin
+
+PLUGIN_OF = {"swift": "ms_swift", "megatron.bridge": "bridge", "megatron.rl": "megatron_rl"}  # else named alike
+FRAMEWORKS = ["verl", "slime", "miles", *PLUGIN_OF, "nemo_rl", "skyrl", "areal"]
 STEPS = """
     import torch
 
@@ -20,9 +28,7 @@ STEPS = """
         return model[0]()
 """
 KERNEL = "verl.utils.kernel.linear_cross_entropy"
-SKYRL = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
-# By framework: its files, and what each plugin replaces there.
-FILES = {
+FILES = {  # those whose code runs in a test; the others hold functions that do nothing
     "verl": {
         "__init__.py": """
             import importlib.metadata, os
@@ -52,14 +58,6 @@ FILES = {
 
             def preprocess_bshd_engine(input_ids, pre_process=True): ...
         """,
-        "workers/engine/megatron/transformer_impl.py": """
-            class MegatronEngineWithLMHead:
-                def _lm_head_logits_processor(
-                    self, logits, label, temperature, *, calculate_sum_pi_squared, calculate_entropy,
-                    distillation_use_topk, distillation_only, logits_processor_func, batch, data_format
-                ):
-                    raise AssertionError("logits were asked for")
-        """,
         "models/mcore/model_forward_fused.py": f"from {KERNEL} import linear_cross_entropy",
         "utils/kernel/linear_cross_entropy.py": """
             class LinearCrossEntropy:
@@ -77,66 +75,8 @@ FILES = {
                 return "verl's own"
         """,
     },
-    "slime": {
-        "backends/megatron_utils/loss.py": """
-            def get_responses(
-                logits, *, args, unconcat_tokens, total_lengths, response_lengths, apply_temperature=True
-            ): ...
-            def _allgather_cp_redistribute(res, *, logits_local_len, total_lengths, response_lengths): ...
-            def get_log_probs_and_entropy(
-                logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy=False,
-                non_loss_data=True, top_p_token_ids=None, top_p_token_offsets=None
-            ): ...
-        """,
-        "backends/megatron_utils/model.py": STEPS,
-        "backends/megatron_utils/actor.py": """
-            from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
-            from slime.backends.megatron_utils.model import forward_only
-        """,
-    },
-    "miles": {
-        "backends/training_utils/loss_hub/logit_processors.py": """
-            def get_responses(logits, *, args, unconcat_tokens, total_lengths, response_lengths, max_seq_lens=None): ...
-            def get_log_probs_and_entropy(
-                logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy=False,
-                entropy_requires_grad=True, non_loss_data=True, max_seq_lens=None
-            ): ...
-        """,
-        "backends/megatron_utils/model.py": STEPS,
-        "backends/megatron_utils/actor.py": """
-            from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy
-            from miles.backends.megatron_utils.model import forward_only
-        """,
-    },
-    "swift": {
-        "megatron/trainers/vocab_parallel_utils.py": """
-            def compute_logps_and_entropy_from_logits(
-                logits, labels, compute_entropy=False, entropy_chunk_size=512
-            ): ...
-        """,
-        "megatron/trainers/utils.py": "def compute_per_token_logps_fn(model, args): ...",
-        "megatron/trainers/rlhf_mixin.py": "from swift.megatron.trainers.utils import compute_per_token_logps_fn",
-        "rlhf_trainers/gkd_loss.py": """
-            def gkd_loss(
-                student_logits, teacher_output, labels, beta, temperature, gather_fn=None, log_softmax_fn=None,
-                kl_div_fn=None, chunk_size=512
-            ): ...
-        """,
-        "megatron/trainers/gkd_trainer.py": """
-            from swift.rlhf_trainers.gkd_loss import gkd_loss
-
-            class MegatronGKDTrainer:
-                def _compute_teacher_logits_local(self, encoded_batches, vp_stage=None): ...
-                def loss_func(self, output_tensor, *, labels, teacher_output, data_source=None): ...
-                def forward_step(self, data_iterator, model): ...
-        """,
-        "megatron/trainers/grpo_trainer.py": """
-            from swift.megatron.trainers.vocab_parallel_utils import compute_logps_and_entropy_from_logits
-
-            class MegatronGRPOTrainer:
-                def forward_step(self, data_iterator, model): ...
-        """,
-    },
+    "slime": {"backends/megatron_utils/model.py": STEPS},
+    "miles": {"backends/megatron_utils/model.py": STEPS},
     "megatron.bridge": {
         "training/gpt_step.py": """
             def get_batch(iterator):
@@ -146,82 +86,47 @@ FILES = {
                 tokens, labels, mask = (_get_batch_fn or get_batch)(data_iterator)
                 return model(tokens=tokens, labels=labels), mask
         """,
-        "training/other_step.py": "from megatron.bridge.training.gpt_step import _forward_step_common",
-    },
-    "nemo_rl": {
-        "distributed/model_utils.py": """
-            def from_parallel_hidden_states_to_logprobs(
-                tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target, vocab_start_index,
-                vocab_end_index, tp_group, inference_only=False, cp_group=None, chunk_size=None
-            ): ...
-        """,
-        "models/megatron/train.py": """
-            def forward_with_post_processing_fn(
-                data_iterator, model, post_processing_fn, sampling_params=None, use_fused_linear_logprobs=False
-            ): ...
-        """,
-        "train.py": """
-            from nemo_rl.distributed.model_utils import from_parallel_hidden_states_to_logprobs
-            from nemo_rl.models.megatron.train import forward_with_post_processing_fn
-        """,
-    },
-    "skyrl": {
-        "backends/skyrl_train/distributed/megatron/model_utils.py": """
-            def _fused_lm_head_logprob_apply(
-                backend, hidden, weight, target, vocab_start_index, vocab_end_index, chunk_size, tp_group,
-                inference_only
-            ): ...
-
-            def from_parallel_hidden_to_logprobs(
-                hidden, lm_head_weight, target, vocab_start_index, vocab_end_index, tp_group, inference_only=False,
-                cp_group=None, chunk_size=None, temperature=1.0, fused_backend="torch"
-            ): ...
-
-            def from_parallel_hidden_to_logprobs_packed_sequences(
-                hidden, lm_head_weight, target, cu_seqlens_padded, unpacked_seqlen, vocab_start_index, vocab_end_index,
-                group, inference_only=False, cp_group=None, chunk_size=None, attention_mask=None, sub_seq_lengths=None,
-                temperature=1.0, fused_backend="torch"
-            ): ...
-        """,
-        "worker.py": f"from {SKYRL} import from_parallel_hidden_to_logprobs",
-    },
-    "areal": {
-        "models/mcore/vocab_parallel_head.py": """
-            class ChunkedLMHeadOutput: ...
-
-            def chunked_lm_head_logprobs_entropy(
-                output_layer, hidden_states, weight, labels, *, temperature, chunk_size, logit_scale=1.0
-            ): ...
-        """,
-        "engine.py": "from areal.models.mcore.vocab_parallel_head import chunked_lm_head_logprobs_entropy",
-    },
-    "megatron.rl": {
-        "rl_utils.py": """
-            def selective_log_softmax(logits, index): ...
-            def get_logprobs(model, tokens, position_ids, no_grad=False): ...
-            def compute_logprobs_batch(model, data_loader, dtype, pp_group): ...
-        """,
-        "train.py": "from megatron.rl.rl_utils import get_logprobs",
     },
 }
-PLUGIN_OF = {"swift": "ms_swift", "megatron.bridge": "bridge", "megatron.rl": "megatron_rl"}
-BY_NAME = {  # modules that import a replaced function by its name
-    "verl": [("verl.models.mcore.registry", "gptmodel_forward_model_engine")],
-    "slime": [("slime.backends.megatron_utils.actor", name) for name in ("get_log_probs_and_entropy", "forward_only")],
-    "miles": [("miles.backends.megatron_utils.actor", name) for name in ("get_log_probs_and_entropy", "forward_only")],
-    "swift": [
-        ("swift.megatron.trainers.rlhf_mixin", "compute_per_token_logps_fn"),
-        ("swift.megatron.trainers.grpo_trainer", "compute_logps_and_entropy_from_logits"),
-    ],
-    "megatron.bridge": [("megatron.bridge.training.other_step", "_forward_step_common")],
-    "nemo_rl": [
-        ("nemo_rl.train", "from_parallel_hidden_states_to_logprobs"),
-        ("nemo_rl.train", "forward_with_post_processing_fn"),
-    ],
-    "skyrl": [("skyrl.worker", "from_parallel_hidden_to_logprobs")],
-    "areal": [("areal.engine", "chunked_lm_head_logprobs_entropy")],
-    "megatron.rl": [("megatron.rl.train", "get_logprobs")],
-}
+
+
+def import_plugin(framework):
+    return importlib.import_module(f"megatron_lce.plugins.{PLUGIN_OF.get(framework, framework)}")
+
+
+@functools.cache
+def plugin_of(framework):
+    """The plugin, not installed."""
+    with mock.patch.object(Plugin, "install"):
+        plugin = import_plugin(framework).plugin
+    forget(framework)
+    return plugin
+
+
+def by_name(framework):
+    """A module of the stand-in that imports replaced functions by their names, and these."""
+    functions = [x for x in plugin_of(framework).replacements if "." not in x.path]
+    return f"{framework}.by_name", functions
+
+
+def file_of(framework, module):
+    return f"{module.removeprefix(framework + '.').replace('.', '/')}.py"
+
+
+def sources(framework):
+    """Text by file: functions with the parameters that the plugin names, and others where it leaves them open."""
+    files, holder = {}, {}
+    for function in plugin_of(framework).functions:
+        file, (kind, _, name) = file_of(framework, function.module), function.path.rpartition(".")
+        given = ", ".join("further=None" if x == "..." else x for x in function.parameters or ())
+        text = files.get(file, "")
+        if kind and holder.get(file) != kind:
+            text += f"class {kind}:\n"
+        holder[file] = kind
+        files[file] = text + "    " * bool(kind) + f"def {name}({given}): ...\n"
+    module, functions = by_name(framework)
+    files[file_of(framework, module)] = "".join(f"from {x.module} import {x.path}\n" for x in functions)
+    return files | {file: textwrap.dedent(text) for file, text in FILES.get(framework, {}).items()}
 
 
 def forget(framework):
@@ -234,16 +139,15 @@ def forget(framework):
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """Writes a stand-in of a framework, with parts of its files replaced, and makes it importable."""
+    """Writes a stand-in of a framework, with one part of its files replaced, and makes it importable."""
     made = []
 
-    def write(framework, **replaced):
+    def write(framework, old="", new=""):
         folder = tmp_path.joinpath(*framework.split("."))
-        for file, text in FILES[framework].items():
+        for file, text in sources(framework).items():
             path = folder / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = functools.reduce(lambda text, change: text.replace(*change), replaced.items(), text)
-            path.write_text(textwrap.dedent(text))
+            path.write_text(text.replace(old, new) if old else text)
         for package in [folder, *filter(os.path.isdir, folder.rglob("*"))]:
             (package / "__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
@@ -254,10 +158,6 @@ def make(tmp_path, monkeypatch):
     yield write
     for framework in made:
         forget(framework)
-
-
-def import_plugin(framework):
-    return importlib.import_module(f"megatron_lce.plugins.{PLUGIN_OF.get(framework, framework)}")
 
 
 def get(target):

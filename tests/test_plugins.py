@@ -20,36 +20,34 @@ import pytest
 
 from megatron_lce.plugins.functions import Function
 from megatron_lce.plugins.patching import Plugin
-from tests.plugin_stand_ins import BY_NAME, FILES, forget, get, import_plugin, is_ours
+from tests.frameworks.run_changed import changes
+from tests.plugin_stand_ins import FRAMEWORKS, by_name, file_of, forget, get, import_plugin, is_ours, plugin_of
 
-PLUGINS = pytest.mark.parametrize("framework", FILES)
-MODULES = {
-    framework: [f"{framework}.{file.removesuffix('.py').replace('/', '.')}" for file in files if "__" not in file]
-    for framework, files in FILES.items()
-}
+PLUGINS = pytest.mark.parametrize("framework", FRAMEWORKS)
+PAGE = Path(__file__).parent.parent / "docs/integrations.md"
+ROWS = {"swift": "ms-swift", "megatron.bridge": "megatron-bridge", "nemo_rl": "nemo-rl", "megatron.rl": "megatron-rl"}
 
 
 @pytest.mark.parametrize("order", ["before", "after", "in between"])
 @PLUGINS
 def test_replaces_in_any_order_of_imports(framework, order, make):
     make(framework)
-    modules = {"before": [], "after": [name for name, _ in BY_NAME[framework]], "in between": [framework]}[order]
-    for name in modules:
+    importer, functions = by_name(framework)
+    for name in {"before": [], "after": [importer], "in between": [framework]}[order]:
         importlib.import_module(name)
     plugin = import_plugin(framework)
     if order != "after":  # a worker that never trains does not import Megatron for the plugin's sake
         assert not [module for module in plugin.plugin.modules if module in sys.modules]
     targets = [function.name for function in plugin.plugin.replacements]
+    targets += [f"{importer}:{function.path}" for function in functions]
     assert all(map(is_ours, map(get, targets)))
-    assert all(is_ours(get(f"{module}:{name}")) for module, name in BY_NAME[framework])
     if framework == "verl":
         assert is_ours(get("verl.models.mcore:get_mcore_engine_forward_fn")())
         assert is_ours(get("verl.models.mcore.model_forward_fused:linear_cross_entropy"))
     plugin.uninstall()
     assert not any(map(is_ours, map(get, targets)))
-    assert not any(is_ours(get(f"{module}:{name}")) for module, name in BY_NAME[framework])
     plugin.install()
-    assert all(is_ours(get(f"{module}:{name}")) for module, name in BY_NAME[framework])
+    assert all(map(is_ours, map(get, targets)))
 
 
 @PLUGINS
@@ -73,71 +71,35 @@ def test_says_what_it_has_replaced_when_it_has(framework, make, caplog):
     assert all(function.name in line for function in plugin.plugin.replacements)
 
 
-MOVED = {
-    "verl": "gptmodel_forward_model_engine _build_mtp_loss_mask_nested LinearCrossEntropy compute_forward_kl_topk"
-    " preprocess_bshd_engine",
-    "slime": "get_log_probs_and_entropy get_responses _allgather_cp_redistribute forward_only train_one_step",
-    "miles": "get_log_probs_and_entropy get_responses forward_only",
-    "swift": "compute_logps_and_entropy_from_logits compute_per_token_logps_fn MegatronGRPOTrainer MegatronGKDTrainer",
-    "megatron.bridge": "_forward_step_common",
-    "nemo_rl": "from_parallel_hidden_states_to_logprobs forward_with_post_processing_fn",
-    "skyrl": "_fused_lm_head_logprob_apply",
-    "areal": "chunked_lm_head_logprobs_entropy ChunkedLMHeadOutput",
-    "megatron.rl": "selective_log_softmax",
-}
-
-
-PAGE = Path(__file__).parent.parent / "docs/integrations.md"
-ROWS = {"swift": "ms-swift", "megatron.bridge": "megatron-bridge", "nemo_rl": "nemo-rl", "megatron.rl": "megatron-rl"}
-MOVES = [(f, name, loaded) for f, names in MOVED.items() for name in names.split() for loaded in (False, True)]
-MOVES += [("swift", "MegatronGRPOTrainer.forward_step", loaded) for loaded in (False, True)]
-MOVES += [("verl", "MegatronEngineWithLMHead._lm_head_logits_processor", loaded) for loaded in (False, True)]
-
-
-@pytest.mark.parametrize(("framework", "moved", "loaded"), MOVES)
-def test_a_function_that_has_moved_raises(framework, moved, loaded, make):
-    make(framework, **{moved.rpartition(".")[2]: "renamed"})
-    for name in MODULES[framework] if loaded else ():
-        importlib.import_module(name)
-    version = rf"{framework} (7.8.9|\(version unknown\)) has .*; tested: .*"
-    with pytest.raises(RuntimeError, match=rf"needs {moved}\S* in {framework}\.\S+: {version}") as raised:
-        import_plugin(framework)
+@PLUGINS
+def test_the_page_has_the_versions_that_errors_name(framework):
     (row,) = re.findall(rf"(?im)^\| \[[^]]*{ROWS.get(framework, framework)}.*$", PAGE.read_text())
-    assert all(version in row for version in str(raised.value).rpartition("; tested: ")[2].split(", "))
-    assert not any(is_ours(getattr(sys.modules[module], "renamed", None)) for module, _ in BY_NAME[framework] if loaded)
-
-
-CHANGED = {  # a parameter that is renamed, and its function
-    "verl": "calculate_entropy _lm_head_logits_processor",
-    "slime": "top_p_token_ids get_log_probs_and_entropy",
-    "miles": "max_seq_lens get_log_probs_and_entropy",
-    "swift": "labels compute_logps_and_entropy_from_logits",
-    "megatron.bridge": "_get_batch_fn _forward_step_common",
-    "nemo_rl": "runtime_gather_output from_parallel_hidden_states_to_logprobs",
-    "skyrl": "fused_backend from_parallel_hidden_to_logprobs",
-    "areal": "chunk_size chunked_lm_head_logprobs_entropy",
-    "megatron.rl": "index selective_log_softmax",
-}
+    assert all(version in row for version in plugin_of(framework).tested.split(", "))
 
 
 @pytest.mark.parametrize("loaded", [False, True])
 @PLUGINS
-def test_a_function_that_takes_other_arguments_raises(framework, loaded, make):
-    parameter, function = CHANGED[framework].split()
-    make(framework, **{parameter: "other"})
-    for name in MODULES[framework] if loaded else ():
-        importlib.import_module(name)
-    with pytest.raises(
-        RuntimeError, match=rf"needs \S*{function}\(.*{parameter}.*\) in {framework}\.\S+: .*has \(.*other.*\)"
-    ):
-        import_plugin(framework)
+def test_a_function_that_has_moved_or_takes_other_arguments_raises(framework, loaded, make, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files change within a second
+    folder, plugin = make(framework).joinpath(*framework.split(".")), plugin_of(framework)
+    for function in plugin.functions:
+        file = folder / file_of(framework, function.module)
+        for text, needed in changes(function, file.read_text()):
+            file.write_text(text)
+            forget(framework)
+            with contextlib.suppress(ImportError):  # of what imports the function by its name
+                loaded and importlib.import_module(function.module)
+            version = rf"{framework} (7.8.9|\(version unknown\)) has .*; tested: {plugin.tested}"
+            with pytest.raises(RuntimeError, match=rf"needs {re.escape(needed)}.* in {function.module}: {version}"):
+                import_plugin(framework)
+            assert not any(is_ours(x.loaded()) for x in plugin.replacements)
+            make(framework)
 
 
-@pytest.mark.parametrize("module", ["models.mcore.model_forward", "utils.kernel.linear_cross_entropy"])
-def test_a_module_that_has_moved_raises(module, make):
-    path = (make("verl") / "verl").joinpath(*module.split(".")).with_suffix(".py")
+def test_a_module_that_has_moved_raises(make):
+    path = make("verl") / "verl/models/mcore/model_forward.py"
     path.rename(path.with_name("moved.py"))
-    with pytest.raises(RuntimeError, match=rf"in verl.{module}: verl"):
+    with pytest.raises(RuntimeError, match=r"in verl.models.mcore.model_forward: verl"):
         import_plugin("verl")
 
 
@@ -149,25 +111,24 @@ def test_without_the_framework_it_says_so(framework):
 
 
 @pytest.mark.parametrize("wraps", [functools.wraps, lambda own: lambda function: function])
-@PLUGINS
-def test_what_another_has_replaced_is_left_alone(framework, wraps, make):
-    make(framework)
-    for module, name in BY_NAME[framework]:
-        own = get(f"{module}:{name}")
+def test_what_another_has_replaced_is_left_alone(wraps, make):
+    make("slime")
+    for function in by_name("slime")[1]:
+        own = get(function.name)
 
         @wraps(own)
         def theirs(own=own):
             return own()
 
-        holder = sys.modules[getattr(own, "__module__", module)]
-        setattr(holder, name, theirs)
-        with pytest.raises(RuntimeError, match=f"replaces {holder.__name__}:{name}, but {__name__} has already"):
-            import_plugin(framework)
-        assert getattr(holder, name) is theirs
-        setattr(holder, name, own)
+        holder = sys.modules[function.module]
+        setattr(holder, function.path, theirs)
+        with pytest.raises(RuntimeError, match=f"replaces {function.name}, but {__name__} has already"):
+            import_plugin("slime")
+        assert getattr(holder, function.path) is theirs
+        setattr(holder, function.path, own)
 
 
-@PLUGINS
+@pytest.mark.parametrize("framework", ["slime", "swift"])  # functions; methods of classes, too
 def test_uninstall_refuses_where_another_has_replaced_ours(framework, make):
     make(framework)
     plugin = import_plugin(framework)
@@ -264,7 +225,8 @@ def test_a_module_that_is_loaded_again(framework, make):
     """It gets ours anew; importers keep what they took, as without us, and all get the framework's back."""
     make(framework)
     plugin = import_plugin(framework).plugin
-    importers = [(importlib.import_module(module), name) for module, name in BY_NAME[framework]]
+    module, functions = by_name(framework)
+    importers = [(importlib.import_module(module), function.path) for function in functions]
     holders = [(get(x.name.rpartition(".")[0]), x.path.partition(".")[2]) for x in plugin.replacements if "." in x.path]
     old = [*importers, *holders]
     originals = [getattr(*place).__wrapped__ for place in old]
@@ -298,16 +260,16 @@ def test_beside_another_import_hook(first, make, monkeypatch, caplog):
     plugin = import_plugin("slime").plugin
     if first == "hook":
         sys.meta_path.insert(0, sys.meta_path.pop(1))
-    actor = importlib.import_module("slime.backends.megatron_utils.actor")
+    importer = importlib.import_module("slime.by_name")
     assert sys.modules["slime.backends.megatron_utils.loss"].checked
     sys.modules.pop("this", None)
     with contextlib.redirect_stdout(None):
         import this  # noqa: F401  # any import that comes next
     assert all(is_ours(get(function.name)) for function in plugin.replacements)
-    assert is_ours(actor.forward_only)
+    assert is_ours(importer.forward_only)
     assert all(function.name in caplog.text for function in plugin.replacements)
     plugin.uninstall()
-    assert not is_ours(actor.forward_only)
+    assert not is_ours(importer.forward_only)
 
 
 def test_a_module_that_another_hook_loaded_without_a_function_raises_once(make, monkeypatch):

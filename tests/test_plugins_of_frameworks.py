@@ -46,7 +46,7 @@ def test_workers_of_verl_import_it_in_their_processes(make, monkeypatch):
 
 def test_an_entry_point_that_cannot_switch_on_says_so(make, monkeypatch, caplog):
     """verl drops what it raises."""
-    make("verl", calculate_entropy="other")
+    make("verl", "calculate_entropy", "other")
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "megatron_lce")
     monkeypatch.delitem(sys.modules, "megatron_lce.plugins.verl_entry", raising=False)
     with pytest.raises(RuntimeError, match="needs"):
@@ -128,7 +128,7 @@ def test_bridge_gives_the_model_its_mask(own_batch, make):
     import_plugin("megatron.bridge")
     model = nn.Identity()
     model.forward = dict
-    step = get("megatron.bridge.training.other_step:_forward_step_common")
+    step = get("megatron.bridge.by_name:_forward_step_common")
     batch = {"_get_batch_fn": lambda iterator: ("other tokens", "labels", next(iterator))} if own_batch else {}
     given, mask = step(None, iter(["mask"]), model, **batch)
     assert given == {"tokens": "other tokens" if own_batch else "tokens", "labels": "labels", "loss_mask": "mask"}
@@ -136,7 +136,7 @@ def test_bridge_gives_the_model_its_mask(own_batch, make):
 
 
 def test_bridge_whose_step_reads_no_batch_raises(make):
-    make("megatron.bridge", **{"(_get_batch_fn or get_batch)(data_iterator)": "1, 2, 3"})
+    make("megatron.bridge", "(_get_batch_fn or get_batch)(data_iterator)", "1, 2, 3")
     import_plugin("megatron.bridge")
     step = get("megatron.bridge.training.gpt_step:_forward_step_common")
     model = nn.Identity()

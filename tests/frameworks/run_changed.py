@@ -9,10 +9,9 @@ import ast
 import importlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.dont_write_bytecode = True
 
 
 def import_plugin(name: str) -> Any:
@@ -21,12 +20,11 @@ def import_plugin(name: str) -> Any:
     return importlib.import_module(f"megatron_lce.plugins.{name}").plugin
 
 
-def without(function: Any, text: str) -> str:
-    return re.sub(rf"\b{function.path.rpartition('.')[2]}\b", "renamed", text)
-
-
-def with_other_parameter(function: Any, text: str) -> str:
-    """The file with another name of the last parameter that the plugin knows."""
+def changes(function: Any, text: str) -> Iterator[tuple[str, str]]:
+    """Texts of the function's file in which it or its last known parameter is renamed, and what an error then names."""
+    yield re.sub(rf"\b{function.path.rpartition('.')[2]}\b", "renamed", text), function.path
+    if not function.parameters:
+        return
     tree = node = ast.parse(text)
     for name in function.path.split("."):
         definitions = (x for x in ast.walk(node) if isinstance(x, ast.ClassDef | ast.FunctionDef) and x.name == name)
@@ -34,27 +32,26 @@ def with_other_parameter(function: Any, text: str) -> str:
     known = [parameter for parameter in function.parameters if parameter != "..."]
     (parameter,) = (found for found in ast.walk(node.args) if getattr(found, "arg", None) == known[-1])
     parameter.arg = "renamed"
-    return ast.unparse(tree)
+    yield ast.unparse(tree), f"{function.path}("
 
 
 def main() -> None:
+    sys.dont_write_bytecode = True
     name, folder = sys.argv[1], Path(sys.argv[2])
     plugin = import_plugin(name)
     for function in plugin.functions:
         file = folder.joinpath(*function.module.split(".")).with_suffix(".py")
         text = file.read_text()
-        for change in (without, with_other_parameter)[: 2 if function.parameters else 1]:
-            file.write_text(change(function, text))
+        for changed, needed in changes(function, text):
+            file.write_text(changed)
             try:
                 import_plugin(name)
             except RuntimeError as error:
                 said = str(error)
             else:
-                raise AssertionError(f"{function.name}: {change.__name__} is not noticed")
-            path = function.path if change is without else f"{function.path}("
-            expected = f"megatron_lce needs {path}", f" in {function.module}: {plugin.framework} "
-            assert said.startswith(expected[0]), said
-            assert expected[1] in said, said
+                raise AssertionError(f"{needed} is renamed, and nothing notices")
+            assert said.startswith(f"megatron_lce needs {needed}"), said
+            assert f" in {function.module}: {plugin.framework} " in said, said
             print(f"ok      {said}")
         file.write_text(text)
     import_plugin(name)
