@@ -90,9 +90,7 @@ def differentiable(outputs: LinearCrossEntropyOutput, upstream: Upstream) -> tup
 
 def oracle(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Upstream, **keywords: Any) -> Result:
     """`reference_linear_cross_entropy` in fp64 for inputs of any leading shape, with telemetry."""
-    return evaluate(
-        _any_shape(reference_linear_cross_entropy), hidden.double(), weight.double(), labels, upstream, **keywords
-    )
+    return evaluate(_reference, hidden.double(), weight.double(), labels, upstream, **keywords)
 
 
 def comparisons(
@@ -116,10 +114,8 @@ def comparisons(
     `weight_rows`, `hidden_rows`: the part of the oracle's gradients that `actual` holds. `shards`: each rank's rows of
     the weight, if hidden's gradient was summed over the ranks in hidden's dtype.
     """
-    in_fp32 = evaluate(
-        _any_shape(eager_linear_cross_entropy), hidden.float(), weight.float(), labels, upstream, **keywords
-    )
-    same_dtype = evaluate(_any_shape(eager_linear_cross_entropy), hidden, weight, labels, upstream, **keywords)
+    in_fp32 = evaluate(_reference, hidden.float(), weight.float(), labels, upstream, **keywords)
+    same_dtype = evaluate(_reference, hidden, weight, labels, upstream, **keywords)
     logits, terms = _logits_and_terms(hidden, weight, labels, upstream, **keywords)
     counted = labels.flatten() != keywords.get("ignore_index", -100)
     of_outputs = roundings_of_outputs(logits, counted)
@@ -163,7 +159,7 @@ def part_comparisons(
     **keywords: Any,
 ) -> Iterator[Comparison]:
     """The part of hidden's gradient that some rows of the weight give, beside what eager makes of it in 16 bits."""
-    functions = oracle, functools.partial(evaluate, _any_shape(eager_linear_cross_entropy))
+    functions = oracle, functools.partial(evaluate, _reference)
     inputs = (hidden.double(), weight.double()), (hidden, weight)
     of_products = [
         grad_of_products(functools.partial(f, labels=labels, upstream=upstream, **keywords), *of)
@@ -249,63 +245,14 @@ def norm(exact: Tensor) -> float:
     return max(float(exact[~exact.isnan()].double().norm()), LEAST_NORM)
 
 
-def eager_linear_cross_entropy(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
-    labels: Tensor,  # [N]
-    temperature: float | Tensor = 1.0,
-    *,
-    logits_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    vocab_size: int | None = None,
-    entropy: bool = True,
-    telemetry: bool = False,
-    logits_dtype: torch.dtype | None = None,
-    candidates: Tensor | None = None,
+def _reference(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any
 ) -> LinearCrossEntropyOutput:
-    """What a user writes in eager PyTorch: logits in the inputs' dtype, an fp32 softmax over them."""
-    if hidden.dtype != weight.dtype:  # an fp32 head
-        hidden = hidden.float()
-    products = (hidden @ weight[:vocab_size].T).float()
-    if logits_dtype is not None:
-        products = products + (products.detach().to(logits_dtype).float() - products.detach())
-    logits = products * logits_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    """`reference_linear_cross_entropy` of hidden [..., H] and labels [...]."""
     if isinstance(temperature, Tensor):
-        usable = torch.where((temperature > 0) & temperature.isfinite(), temperature, torch.nan)
-        temperature = torch.where(labels == ignore_index, 1.0, usable)[:, None]
-    logits = logits / temperature
-    known = (labels >= 0) & (labels < logits.shape[1])
-    kept = torch.where(labels == ignore_index, 0.0, torch.where(known, 1.0, torch.nan))
-    all_logprobs = logits.log_softmax(dim=-1)
-    logprobs = all_logprobs.gather(1, torch.where(known, labels, 0)[:, None])[:, 0]
-    row_entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1) if entropy else None
-    outputs = [logprobs, row_entropy, logits.logsumexp(dim=-1)]
-    if telemetry:
-        outputs += [logits.detach().amax(dim=-1), logits.detach().amin(dim=-1)]
-        outputs += [all_logprobs.detach().exp().square().sum(dim=-1), logits.detach().norm(dim=-1), logits.mean(dim=-1)]
-    outputs = [None if o is None else o * kept for o in outputs]
-    if telemetry:
-        outputs.insert(5, logits.argmax(dim=-1))
-    result = LinearCrossEntropyOutput(*outputs)
-    if candidates is not None:
-        factor = (candidates >= 0).float().masked_fill(candidates >= logits.shape[1], torch.nan)
-        at = all_logprobs.gather(1, candidates.clamp(0, logits.shape[1] - 1)) * factor
-        result = result._replace(candidate_logprobs=(at * kept[:, None]).masked_fill(kept[:, None] == 0, 0.0))
-    return result
-
-
-def _any_shape(function: Callable[..., LinearCrossEntropyOutput]) -> Callable[..., LinearCrossEntropyOutput]:
-    """`function` of hidden [N, H] and labels [N], for hidden [..., H] and labels [...]."""
-
-    def call(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any):
-        if isinstance(temperature, Tensor):
-            temperature = temperature.reshape(-1)
-        if (candidates := keywords.get("candidates")) is not None:
-            keywords = {**keywords, "candidates": candidates.reshape(-1, candidates.shape[-1])}
-        flat = function(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature, **keywords)
-        return LinearCrossEntropyOutput(*(None if o is None else o.reshape(labels.shape + o.shape[1:]) for o in flat))
-
-    return call
+        temperature = temperature.reshape(-1)
+    if (candidates := keywords.get("candidates")) is not None:
+        keywords["candidates"] = candidates.reshape(-1, candidates.shape[-1])
+    rows = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1)
+    flat = reference_linear_cross_entropy(*rows, temperature, **keywords)
+    return LinearCrossEntropyOutput(*(None if o is None else o.reshape(labels.shape + o.shape[1:]) for o in flat))
