@@ -4,6 +4,8 @@
 sets hold from none to all of a row's.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -185,6 +187,16 @@ def same_logits_doubled(whole: Whole) -> None:
     weight_of_teacher.copy_(weight)
 
 
+def sure_heads(whole: Whole) -> None:
+    """Both heads are sure of a column in one row, and the teacher of one in another; no probability in most columns."""
+    (hidden, weight), (of_teacher, weight_of_teacher) = whole.heads
+    for one, of in ((hidden, weight), (of_teacher, weight_of_teacher)):
+        one[5] = of[7] * 20
+    of_teacher[6] *= 100.0
+    of_teacher[8], of_teacher[8, 0] = 0.0, 1e4
+    weight_of_teacher[:-100, 0] = -1e4
+
+
 def jsd(name, shape, student_size, teacher_size, columns, dtype=FP32, betas=BETAS, **words):
     sizes = {"shape": shape, "hidden_size": student_size, "teacher_size": teacher_size, "shards": (columns,)}
     words = {"operation": "linear_jsd", "logit_std": 2.0, "dtype": dtype, **sizes, **words}
@@ -196,6 +208,16 @@ BOTH_HEADS |= {"teacher_logits_scale": -0.5, "teacher_softcap": 5.0}
 STUDENT, KNOWN = {"return_student": True, **SOME}, {"weighted": True}
 IN_BLOCKS = {"workspace_bytes": 200_000}
 WIDE_VOCABULARY = (5, 2), 24, 40, 2000
+SETS = [kinds for number in (1, 2, 4) for kinds in itertools.combinations(KINDS, number)]
+CAPPED = {"student_softcap": 3.0, "teacher_softcap": 3.0}
+OF_SETS = [
+    one
+    for kinds, caps in itertools.product(SETS, ({}, CAPPED))
+    for one in jsd(
+        f"{'+'.join(kinds)}{', capped' * bool(caps)}", (12,), 24, 40, 1300, betas=(0.3,), kinds=kinds,
+        change=sure_heads, **SOME, **PER_TOKEN, **caps,
+    )
+]  # fmt: skip
 OF_JSD = [
     *jsd("one of each", (1,), 1, 1, 1),
     *jsd("one of each, bf16", (1,), 1, 1, 1, BF16, (0.5,)),
@@ -246,7 +268,7 @@ OF_JSD = [
     *jsd("the same column", (16,), 8, 8, 130, betas=(0, 0.1, 0.9, 1), logit_std=300.0, change=same_logits_doubled),
     *jsd("very negative logits", (8,), 8, 8, 70, offset=-1e4),
 ]
-ALL = [*CROSS_ENTROPY, *OF_SKIPPING, *OF_CANDIDATES, *OF_CACHES, *OF_PRECISION, *OF_JSD, *IDS, *TOKEN_LOSSES]
+ALL = [*CROSS_ENTROPY, *OF_SKIPPING, *OF_CANDIDATES, *OF_CACHES, *OF_PRECISION, *OF_JSD, *OF_SETS, *IDS, *TOKEN_LOSSES]
 
 
 @pytest.mark.parametrize("one", ALL, ids=lambda one: f"{one.operation}-{one.name}")

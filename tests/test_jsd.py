@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lce import linear_cross_entropy, linear_jsd, linear_logits_at
+from megatron_lce import linear_cross_entropy, linear_divergence, linear_jsd, linear_logits_at
 from megatron_lce.core import two_heads
+from megatron_lce.core.divergence_types import KINDS
 from tests.jsd_oracle import (
     JsdInputs,
+    divergences_of_products,
     evaluate_jsd,
     jsd_comparisons,
     log_probabilities,
@@ -199,12 +201,12 @@ def test_what_is_not_finite_in_a_weight_makes_every_row_nan(weighted, argument, 
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("beta", BETAS)
-def test_gradient_vanishes_where_student_equals_teacher(beta, dtype, backend, device):
+@pytest.mark.parametrize("kind", [*({"beta": beta} for beta in BETAS), {"kinds": ("tv",)}], ids=str)
+def test_gradient_vanishes_where_student_equals_teacher(kind, dtype, backend, device):
     inputs = make_inputs(9, 24, 24, 130, device, dtype)
-    typical = inputs.run(backend, beta=beta)
+    typical = inputs.run(backend, **kind)
     equal = inputs._replace(teacher_hidden=inputs.student_hidden, teacher_weight=inputs.student_weight)
-    result = equal.run(backend, beta=beta)
+    result = equal.run(backend, **kind)
     assert result.loss.abs().max() <= 1e-6
     for name in ("grad_hidden", "grad_weight"):
         assert getattr(result, name).norm() <= 1e-5 * getattr(typical, name).norm(), name
@@ -224,6 +226,27 @@ def test_close_heads_keep_their_digits_wherever_beta_lies(beta, backend, device)
     assert largest_error(actual.loss, expected.loss) <= 4 * eps * min(beta, 1 - beta)  # of ratios near 1
     for name in ("grad_hidden", "grad_weight"):  # of logits up to 16
         assert relative_error(getattr(actual, name), getattr(expected, name)) <= 16 * eps / apart, name
+
+
+@pytest.mark.parametrize("apart", [1e-2, 1e-4, 1e-6])
+def test_a_small_total_variation_keeps_its_digits(apart, backend, device):
+    """Its error is that of two sums of exponentials; one minus a sum of minima has three times as much."""
+    products = torch.randn(2, 1300, 12, generator=torch.Generator().manual_seed(3)).to(device) * 2
+    products[1] = products[0] + apart * products[1]
+    one = torch.eye(12, device=device)
+    found = linear_divergence(one, products[0], one, products[1], kinds=("tv",), backend=backend).tv
+    exact = divergences_of_products(*products.double().mT)["tv"]
+    assert 0.1 * apart < exact[0] < apart
+    assert largest_error(found, exact) <= torch.finfo(FP32).eps * (1 + apart)
+
+
+def test_divergences_without_an_upstream_gradient_have_no_part_in_it(backend, device):
+    inputs, found = make_inputs(9, 24, 40, 130, device), []
+    for kinds in (KINDS, ("tv",)):
+        hidden = inputs.student_hidden.clone().requires_grad_()
+        linear_divergence(hidden, *inputs[1:4], kinds=kinds, backend=backend).tv.backward(inputs.upstream)
+        found.append(hidden.grad)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
