@@ -106,17 +106,6 @@ def test_saves_no_logits(backend, device):
     assert sum(t.numel() for t in others) <= 8 * 64
 
 
-@pytest.mark.parametrize("logits_cache_bytes", [0, 2**20])  # in fp32 none of them is kept
-def test_a_second_backward_without_a_cache(logits_cache_bytes, backend, device):
-    problem = make_problem(17, 24, 70, device)
-    hidden = problem.hidden.clone().requires_grad_()
-    keywords = {"logits_cache_bytes": logits_cache_bytes, "backend": backend}
-    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], **keywords)
-    (first,) = torch.autograd.grad(out.logprobs.sum(), hidden, retain_graph=True)
-    (second,) = torch.autograd.grad(out.logprobs.sum(), hidden)
-    assert torch.equal(first, second)
-
-
 def test_inputs_changed_in_place_before_backward_are_noticed(backend, device):
     problem = make_problem(4, 8, 20, device)
     weight = problem.weight.clone().requires_grad_()

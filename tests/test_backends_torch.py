@@ -33,26 +33,6 @@ def merged(primitives, parts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cuts", [[128, 472], [256, 344], [384, 128, 88]], ids=str)
-def test_shards_cut_at_whole_chunks_give_the_same_bits(cuts, dtype, primitives, device):
-    """128 columns are a chunk of every backend, wherever in a kernel's tile they come to lie; in any order."""
-    problem = make_problem(9, 24, 600, device, dtype)
-    problem.weight[[5, 300, 599]] = 4.0  # ties go to the lowest id, wherever it lies
-    problem.hidden.abs_()
-    parts = stats_of(primitives, problem)
-    whole_extremes, whole_sums = merged(primitives, parts)
-    assert (unpack_extremes(whole_extremes, True).argmax == 5).all()
-    for one, other in zip(merged(primitives, parts.flip(0)), (whole_extremes, whole_sums), strict=True):
-        assert torch.equal(one, other)
-    starts = [sum(cuts[:i]) for i in range(len(cuts))]
-    shards = [stats_of(primitives, problem, slice(a, a + n)) for a, n in zip(starts, cuts, strict=True)]
-    of_all = torch.stack([merge_extremes(s, True) for s in shards])
-    extremes, sums = zip(*(primitives.merge_chunks(s, of_all, 0, True, True) for s in shards), strict=True)
-    assert all(torch.equal(of_shard, whole_extremes) for of_shard in extremes)
-    assert torch.equal(sum(sums), whole_sums)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [slice(0, 300), slice(256, 300)], ids=str)
 def test_nothing_behind_a_slab_is_written(columns, dtype, primitives, device):
     """A tensor-memory store ends at 16 bytes: rows of a slab are that much apart, and what lies behind is untouched."""

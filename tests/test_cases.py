@@ -147,6 +147,14 @@ OF_SKIPPING = [
     case("skipped, none ignored", **WITHIN, **SKIPPED, dtype=BF16),
     case("skipped, all but one ignored", **WITHIN, **SKIPPED, change=first_label_alone),
 ]
+
+
+def ids_of_nobody(whole: Whole) -> None:
+    """In the padding, and behind it."""
+    whole.keywords["candidates"][::2, 1], whole.keywords["candidates"][1::2, 2] = 65, 99
+
+
+NOBODYS = {"shards": (70,), "vocab_size": 61}
 GIVEN = {"hidden_size": 64, "bits": True, "candidates": 5}
 NARROW, IN_16_BIT = GIVEN | {"shape": (9,), "shards": (300,)}, {"dtype": BF16, **KEPT}
 OF_CANDIDATES = [
@@ -157,6 +165,7 @@ OF_CANDIDATES = [
     case("softcap, kept", **GIVEN, **IN_16_BIT, shape=(5,), shards=(600,), softcap=4.0),
     case("skipped, kept", **NARROW, **IN_16_BIT, **SKIPPED, **SOME, entropy=False),
     case("alone", **NARROW, **IN_16_BIT, upstream=("candidate_logprobs",)),
+    case("broken", shape=(14,), **NOBODYS, candidates=4, unowned=True, **SOME, **UNUSABLE, change=ids_of_nobody),
     case("fp16", **NARROW, **COUNTED, **SOME, dtype=FP16, upstream=("candidate_logprobs", "entropy")),
 ]
 KEPT_FORMS = [
@@ -174,6 +183,7 @@ FORMS = [{}, {"temperature": 0.7, "logits_scale": -1.5, **TELEMETRY}]
 FORMS += [{"softcap": 3.0, "logits_scale": 0.3, "vocab_size": 290, "temperature": 1.7, **TELEMETRY}]
 WIDER = {"shape": (33,), "shards": (300,)}
 OF_PRECISION = [
+    case("rounded, kept", **WIDER | {"shards": (600,)}, dtype=BF16, logits_dtype=BF16, bits=True, **KEPT),
     *(one for form in FORMS for one in each(f"rounded, {form}", FP32, BF16, FP16, **WIDER, **form, logits_dtype=BF16)),
     *(one for form in FORMS for one in each(f"fp32 weight, {form}", BF16, FP16, **WIDER, **form, fp32_weight=True)),
     *each("fp32 weight, blocks", BF16, FP16, shape=(150,), shards=(600,), fp32_weight=True, workspace_bytes=BLOCKS),

@@ -7,15 +7,6 @@ import megatron_lce
 from tests.problems import make_problem
 
 
-def test_a_logit_does_not_depend_on_the_other_tokens_and_ids(backend, device):
-    problem = make_problem(4, 64, 50, device, torch.bfloat16)
-    ids = torch.randint(-1, 50, (4, 20), generator=torch.Generator().manual_seed(1)).to(device)
-    ids[1, 3:6] = 7
-    logits = megatron_lce.linear_logits_at(*problem[:2], ids, backend=backend)
-    alone = megatron_lce.linear_logits_at(problem.hidden[1:2], problem.weight, ids[1:2, 3:4], backend=backend)
-    assert torch.equal(alone[0, 0], logits[1, 3])
-
-
 def test_ids_of_nobody_and_rows_without_a_temperature_are_nan(backend, device):
     problem = make_problem(3, 16, 20, device)
     ids = torch.tensor([[3, 20], [25, 19], [4, -1]], device=device)
