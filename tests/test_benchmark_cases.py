@@ -2,42 +2,14 @@
 
 import importlib.util
 import json
-import sys
 
 import pytest
 import torch
-from torch import nn
 
-from benchmark import measure, providers, publish, results, run, te_loss
-from benchmark.ours import Ours
-from benchmark.shapes import Shape, make_inputs
+from benchmark import publish, results, run
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-
-
-def test_megatron_and_our_head_agree():
-    pytest.importorskip("megatron.core")
-    inputs = make_inputs(Shape("tiny", 12, 8, 40), torch.float32, CPU)
-    with torch.compiler.set_stance("force_eager"):
-        outputs, _ = measure.run_step(providers.PROVIDERS["megatron"].load(), inputs, "logprob")
-    torch.testing.assert_close(outputs[0], measure.run_step(Ours(), inputs, "logprob")[0][0])
-    torch.distributed.destroy_process_group()
-
-
-def test_weights_of_transformer_engines_layers_have_the_names_of_local_ones():
-    megatron_step = pytest.importorskip("benchmark.megatron_step", exc_type=ImportError)
-    layer = nn.Module()
-    for path in ("self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"):
-        parent, _, name = path.rpartition(".")
-        if not hasattr(layer, parent):
-            layer.add_module(parent, nn.Module())
-        linear = nn.Linear(2, 2, bias=False)
-        if name != "linear_fc2":
-            linear.layer_norm_weight = nn.Parameter(torch.ones(2))
-        getattr(layer, parent).add_module(name, linear)
-    names = {"input_layernorm.weight", "pre_mlp_layernorm.weight", "self_attention.linear_qkv.weight"}
-    assert set(megatron_step.parameters(layer)) == names | {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
 
 
 @pytest.mark.torchrun
@@ -64,26 +36,6 @@ def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
             assert steps[variant]["gradient_relative_error"] < 1e-5
         else:
             assert steps[variant]["over_native_error"] < 1.5
-
-
-def test_two_versions_of_transformer_engines_loss_are_loaded_side_by_side(tmp_path):
-    before = {name for name in sys.modules if name.partition(".")[0] == "transformer_engine"}
-    for version in ("1", "2"):
-        for name, text in {
-            "pytorch/cross_entropy": "import transformer_engine.pytorch.triton.cross_entropy as kernels\n"
-            "def parallel_cross_entropy(logits, labels, smoothing, reduce, group, ignored, capturable, **more):\n"
-            "    return kernels.VERSION, ignored, more\n",
-            "pytorch/triton/cross_entropy": "from transformer_engine.common.triton.cross_entropy import VERSION\n",
-            "common/triton/cross_entropy": f"VERSION = {version}\n",
-            "__init__": "raise ImportError('its libraries')\n",
-        }.items():
-            path = tmp_path / version / "transformer_engine" / f"{name}.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-    first, second = te_loss.load(tmp_path / "1"), te_loss.load(tmp_path / "2", overwrite_input=True)
-    assert first(None, None, None) == (1, -100, {})
-    assert second(None, None, None) == (2, -100, {"overwrite_input": True})
-    assert {name for name in sys.modules if name.partition(".")[0] == "transformer_engine"} == before
 
 
 def test_jsd_run_measures_against_the_products_of_the_same_run(tmp_path):

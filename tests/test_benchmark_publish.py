@@ -7,19 +7,6 @@ import pytest
 from benchmark import pictures, publish, results
 
 
-def test_a_step_that_had_no_room_is_told():
-    """All committed ones had."""
-    records = [
-        {"provider": "compile", "mode": mode, "shape": "S1", "status": "out of memory"} for mode in ("rl", "sft")
-    ]
-    products = [
-        {"shape": "S1", "status": "ok"} | {f"{of}_ms": [1.0] for of in ("logits", "grad_hidden", "grad_weight")}
-    ]
-    assert "| torch.compile | out of memory | out of memory |" in publish.heads(
-        {"times": records, "products": products}, "S1", "TP=1", publish.HEADS
-    )
-
-
 def test_the_table_of_verl():
     """A pass without a gradient keeps no logits: its variants are fewer."""
     common = {"tp": 2, "status": "ok", "entropy_coeff": 0.0, "time_ms": 80.0, "peak_mib": 2048.0}
@@ -35,15 +22,6 @@ def test_the_table_of_verl():
     assert rows[1].endswith("| 80.0, 2.0 | 80.0, 2.0 | - | - |")
 
 
-def test_the_table_of_chunks():
-    common = {"shape": "S1", "tp": 2, "variant": "slime", "gradients_mib": 1024.0, "peak_mib": 3072.0}
-    records = [
-        common | {"masked": 0.0, "status": "ok", "time_ms": 80.0},
-        common | {"masked": 0.6, "status": "out of memory"},
-    ]
-    assert "| 80.0, 2.0 | out of memory |" in publish.chunked({"chunked": records})
-
-
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_pictures_are_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")
@@ -51,15 +29,6 @@ def test_pictures_are_drawn(name, tmp_path):
     assert path == tmp_path / f"{name}.png"
     assert path.stat().st_size > 10_000
     assert (publish.IMAGES / path.name).exists()
-
-
-def test_a_page_is_filled_from_committed_results():
-    page = "before\n<!-- table: errors -->\nold\n<!-- end -->\nafter\n"
-    filled = publish.fill(page)
-    assert publish.fill(filled) == filled
-    assert filled == page.replace("old\n", f"\n{publish.errors(publish.result('heads'))}\n")
-    with pytest.raises(KeyError, match="no_such_table"):
-        publish.fill(page.replace("errors", "no_such_table"))
 
 
 def test_every_table_stands_on_a_page():

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("megatron.core")
 
-from benchmark import jsd, run
+from benchmark import run
 from megatron_lce import __main__ as commands
 from scripts import megatron_runtime, tiny_gpt, train_grpo, training
 from scripts.ranks import device_of_rank
@@ -76,15 +76,6 @@ def test_a_program_of_two_ranks_says_how_it_is_started(monkeypatch):
         megatron_runtime.initialize(tensor_parallel=2)
 
 
-def test_a_models_vocabulary_holds_the_tokens():
-    assert training.padded_vocab_size(None, 13) == 13
-    assert training.padded_vocab_size(64, 13) == 64
-    with pytest.raises(
-        ValueError, match="--padded-vocab-size must be at least 13, the vocabulary of the tokens, got 5"
-    ):
-        training.padded_vocab_size(5, 13)
-
-
 @pytest.mark.parametrize(
     ("program", "arguments", "message"),
     [
@@ -108,14 +99,6 @@ def test_wrong_arguments_say_what_is_allowed(program, arguments, message, capsys
     with pytest.raises(SystemExit):
         program.parse_arguments(arguments.split())
     assert re.search(message, capsys.readouterr().err)
-
-
-def test_the_cpus_defaults_are_small():
-    arguments = run.parse_arguments(["jsd", "--device", "cpu"])
-    assert arguments.shape[0] * arguments.shape[3] < 10**6
-    assert arguments.betas == [0.5, 0, 1]
-    assert {"ours", "eager"} <= set(arguments.providers) < set(jsd.PROVIDERS)
-    assert "compile" not in arguments.providers
 
 
 def test_a_program_ends_with_its_report_the_head_and_the_peak():

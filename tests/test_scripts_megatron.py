@@ -24,23 +24,6 @@ def megatron():
     megatron_runtime.teardown()
 
 
-def test_the_patches_are_undone():
-    before = torch.cuda.current_device
-    with megatron_runtime.cpu_patches():
-        assert torch.zeros(1, device="cuda").device.type == "cpu"
-        assert torch.zeros(1).to("cuda").device.type == torch.zeros(1).cuda().device.type == "cpu"
-        assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
-    assert torch.cuda.current_device is before
-    assert torch.zeros(1).type() == "torch.FloatTensor"
-
-
-def test_one_seed_gives_one_model(megatron):
-    options = megatron_runtime.GptOptions(num_layers=1, seed=5)
-    first, second = megatron_runtime.build_gpt(options), megatron_runtime.build_gpt(options)
-    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
-        assert torch.equal(a, b), name
-
-
 def test_layers_that_are_not_installed_are_refused(megatron, monkeypatch):
     monkeypatch.setattr(megatron_layers, "HAVE_TE", False)
     with pytest.raises(ModuleNotFoundError, match="transformer_impl is 'transformer_engine', which is not installed"):
@@ -59,13 +42,6 @@ def test_packed_sequences_do_not_see_each_other(megatron):
     parts = zip(*(tensor.unsqueeze(1).split([3, 4]) for tensor in (query, key, value)), strict=True)
     apart = [attention(*part)[:, 0] for part in parts]
     torch.testing.assert_close(together, torch.cat(apart))
-
-
-def test_a_mask_that_is_causal_equals_no_mask(megatron):
-    attention = SdpaAttention(megatron_runtime.transformer_config(megatron_runtime.GptOptions()), layer_number=1)
-    query, key, value = (torch.randn(5, 2, 4, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    masked_out = torch.ones(5, 5, dtype=torch.bool).triu(1)[None, None]
-    torch.testing.assert_close(attention(query, key, value, masked_out), attention(query, key, value))
 
 
 def test_sft_is_the_same_with_a_loss_told_in_advance(megatron):
@@ -139,12 +115,3 @@ def test_sampling_stops_at_the_end_of_text_and_leaves_padded_columns_alone(megat
     assert tokens.tolist() == [[0, eos, pad, pad], [2, 1, 0, eos]]
     assert mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     torch.testing.assert_close(logprobs, torch.zeros(2, 4))
-
-
-def test_rewards_are_the_share_of_right_positions():
-    task = sorting_task.SortingTask(digits=3)
-    prompts = torch.tensor([[3, 1, 2, sorting_task.EQUALS]]).repeat(3, 1)
-    eos, pad = sorting_task.EOS, sorting_task.PAD
-    completions = torch.tensor([[1, 2, 3, eos], [1, 3, 2, eos], [eos, pad, pad, pad]])
-    assert task.rewards(prompts, completions).tolist() == [1.0, 0.5, 0.0]
-    assert task.answers(prompts)[0].tolist() == [1, 2, 3, eos]

@@ -1,7 +1,5 @@
 """The losses of GRPO and GSPO, and their gradients, against loops over tokens."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -68,21 +66,3 @@ def test_k3_estimates_the_divergence():
     estimate = (policy.exp() * rl_losses.k3_kl(policy, reference)).sum()
     torch.testing.assert_close(estimate, expected)
     assert torch.all(rl_losses.k3_kl(policy, reference) >= 0)
-
-
-def test_group_advantages_compare_samples_of_one_prompt_alone():
-    advantages = rl_losses.group_advantages(torch.tensor([[0.0, 1.0], [5.0, 5.0]]))
-    assert advantages[0, 1] == -advantages[0, 0] > 0.5
-    assert advantages[1].tolist() == [0.0, 0.0]
-
-
-def test_logprob_gap_counts_sampled_tokens_alone():
-    trainer, sampler = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.0, -2.5, -1.0]])
-    gap = rl_losses.logprob_gap(trainer, sampler, torch.tensor([[1.0, 1.0, 0.0]]))
-    assert (gap["absolute"], gap["largest"], gap["tokens"]) == (0.5, 0.5, 2)
-    assert float(gap["kl"]) == pytest.approx(math.exp(0.5) - 1 - 0.5)
-
-
-def test_an_unknown_level_is_named(case):
-    with pytest.raises(ValueError, match="level must be 'token' or 'sequence', got 'word'"):
-        rl_losses.policy_loss(**case, level="word")

@@ -3,32 +3,12 @@
 import json
 
 import pytest
-import torch
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("megatron.core")
 
 from scripts import sft_data
 from scripts.sft_data import Example
-
-SOURCE = '''
-class Greeter:
-    def greet(self, name):
-        """Greets."""
-        text = "hello " + name
-        return text
-
-    def silent(self):
-        return None
-
-def one_line(): """Only a docstring."""
-'''
-
-
-def test_function_pairs_split_after_the_docstring():
-    pairs = sft_data.function_pairs(SOURCE)
-    assert pairs == [('def greet(self, name):\n    """Greets."""\n', '    text = "hello " + name\n    return text\n')]
-    assert sft_data.function_pairs("def broken(:") == []
 
 
 def test_packing_shifts_within_each_example_and_masks_prompts_and_padding():
@@ -56,14 +36,3 @@ def test_examples_of_which_a_row_holds_the_prompt_alone_are_left_out(tmp_path):
     assert sft_data.load_examples(path, seed=1, row_length=3) == ([Example([1, 2, 3, 4], 3)], 0)
     with pytest.raises(ValueError, match="--row-length must be at least 3, the shortest prompt, got 2"):
         sft_data.load_examples(path, seed=1, row_length=2)
-
-
-def test_the_tokenizer_gives_the_text_back():
-    tokenizer = sft_data.train_tokenizer([SOURCE] * 3, vocab_size=300)
-    assert tokenizer.decode(tokenizer.encode(SOURCE).ids) == SOURCE
-    assert {sft_data.PAD, sft_data.EOS} <= tokenizer.get_vocab().keys()
-
-
-def test_batches_move_whole():
-    batch = sft_data.pack([Example([1, 2, 3], 1)], 0, 4).to(torch.device("meta"))
-    assert all(tensor.is_meta for tensor in vars(batch).values())
