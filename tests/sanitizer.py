@@ -20,6 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import megatron_lce
+from megatron_lce.api.model_loss import model_loss
+from megatron_lce.core.known_loss import UpstreamCheck
+from tests.operations import OPERATIONS, tensors_of
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # A fault that each tool must find. None for synccheck: what it looks for hangs a GPU.
 FAULTS = {"memcheck": "oob", "racecheck": "race", "synccheck": None, "initcheck": "uninitialized"}
@@ -33,128 +38,77 @@ HOW = {"racecheck": WITHOUT_CUBLAS, "initcheck": [*WITHOUT_CUBLAS, *AS_SM80, "--
 
 
 def head(
-    device: torch.device, dtype: torch.dtype = BF16, tokens: int = 40, size: int = 72, columns: int | None = None
+    device: torch.device, dtype: torch.dtype, tokens: int = 40, size: int = 72, columns: int = 0, fp32: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden, weight and labels; every fifth token is ignored."""
+    """Return hidden, weight (`fp32`: in that) and labels; every fifth token is ignored."""
     columns = columns or COLUMNS
     generator = torch.Generator().manual_seed(tokens + size + columns)
     hidden = torch.randn(tokens, size, generator=generator).to(device, dtype).requires_grad_()
-    weight = torch.randn(columns, size, generator=generator).mul(0.2).to(device, dtype).requires_grad_()
+    weight = torch.randn(columns, size, generator=generator).mul(0.2).to(device, FP32 if fp32 else dtype)
     labels = torch.randint(columns, (tokens,), generator=generator)
     labels[::5] = -100
-    return hidden, weight, labels.to(device)
+    return hidden, weight.requires_grad_(), labels.to(device)
 
 
-def backward(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
-    return [loss.detach(), *torch.autograd.grad(loss.double().sum(), inputs)]
+def known_loss(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    upstream = UpstreamCheck(known=True)
+    return model_loss(hidden, weight, labels, upstream=upstream, logits_cache_bytes=0, **options)[0].sum()
 
 
-def cross_entropy(device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list[Tensor]:
-    import megatron_lce
+def topk(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> megatron_lce.TopK:
+    return megatron_lce.linear_topk(hidden, weight, 5, **options)
 
-    shape = {name: options.pop(name) for name in ("tokens", "size", "columns") if name in options}
+
+def run(name: str, device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list[Tensor]:
+    """Outputs of one call, and the gradients of what has some."""
+    shape = {name: options.pop(name) for name in ("tokens", "size", "columns", "fp32") if name in options}
     hidden, weight, labels = head(device, dtype, **shape)
-    if options.pop("fp32_weight", False):
-        weight = weight.detach().float().requires_grad_()
     if options.pop("temperatures", False):
         options["temperature"] = torch.linspace(0.5, 2.0, len(labels), dtype=FP32, device=device)
-    if options.pop("ids", False):
-        options["candidates"] = torch.arange(len(labels) * 4, device=device).view(-1, 4) % len(weight) - 1
-    out = megatron_lce.linear_cross_entropy(hidden, weight, labels, backend="triton", **options)
-    wanted = (out.logprobs, out.entropy, out.mean_logit, out.candidate_logprobs)
-    upstream = torch.linspace(-1.0, 1.0, len(labels), dtype=FP32, device=device)
-    loss = sum((upstream * (x if x.dim() == 1 else x.sum(1))).sum() for x in wanted if x is not None)
-    assert isinstance(loss, Tensor)
-    return [*(x.detach() for x in out if x is not None), *backward(loss, hidden, weight)]
-
-
-def token_loss(device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list[Tensor]:
-    import megatron_lce
-
-    hidden, weight, labels = head(device, dtype, tokens=300)
-    loss = megatron_lce.linear_token_loss(
-        hidden, weight, labels, lambda out, w: -w * out.logprobs, labels.float(), backend="triton", **options
-    ).loss
-    return backward(loss, hidden, weight)
-
-
-def known_loss(device: torch.device) -> list[Tensor]:
-    from megatron_lce.api.model_loss import model_loss
-    from megatron_lce.core.known_loss import UpstreamCheck
-
-    hidden, weight, labels = head(device)
-    upstream = UpstreamCheck(known=True)
-    losses, _ = model_loss(hidden, weight, labels, upstream=upstream, logits_cache_bytes=0, backend="triton")
-    return backward(losses, hidden, weight)
-
-
-def jsd(device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list[Tensor]:
-    import megatron_lce
-
-    student, teacher = head(device, dtype), head(device, dtype, size=136)
-    heads = (*student[:2], *(x.detach() for x in teacher[:2]))
-    if options.pop("weighted", False):
-        weights = torch.linspace(0.0, 1.0, len(student[2]), dtype=FP32, device=device)
-        given = student[2], lambda out, weights: weights * (out.jsd + out.tv), weights
-        options = {"kinds": ("jsd", "tv"), "backend": "triton"} | options
-        return backward(megatron_lce.linear_divergence_loss(*heads, *given, **options).loss, *student[:2])
-    if options.pop("with_labels", False):
-        options["labels"] = student[2]
-    return backward(megatron_lce.linear_jsd(*heads, backend="triton", **options), *student[:2])
-
-
-def ids(device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list[Tensor]:
-    import megatron_lce
-
-    hidden, weight, labels = head(device, dtype)
-    lengths = torch.arange(len(labels), device=device) % 7
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    kept = torch.arange(int(offsets[-1]), device=device) * 7 % len(weight)
-    at = megatron_lce.linear_logits_at(hidden, weight, kept, offsets, backend="triton", **options)
-    support = megatron_lce.support_logprobs(hidden, weight, labels, kept, offsets, backend="triton", **options)
-    top = megatron_lce.linear_topk(hidden, weight, 5, backend="triton", **options)
-    sets = torch.where(support.isnan(), 0.0, support)
-    return [*top, *backward(at, hidden, weight), *backward(sets, hidden, weight)]
+    call = {"known loss": known_loss, "topk": topk}.get(name) or OPERATIONS[name]
+    found = tensors_of(call(hidden, weight, labels, backend="triton", **options))
+    losses = [torch.where(x.isnan(), 0.0, x).sin().double().sum() for x in found if x.requires_grad]
+    return [*(x.detach() for x in found), *(torch.autograd.grad(sum(losses), (hidden, weight)) if losses else ())]
 
 
 def calls() -> Iterator[tuple[str, Callable[[torch.device], list[Tensor]]]]:
     """Yield every call's name, and the call, which returns its outputs and gradients."""
-    cache = {"logits_cache_bytes": 2**20}
-    table: list[tuple[Callable[..., list[Tensor]], dict[str, Any]]] = [
-        *((cross_entropy, {"dtype": dtype}) for dtype in (BF16, FP16, FP32)),
-        *((cross_entropy, {"dtype": dtype, "softcap": 5.0}) for dtype in (BF16, FP32)),
-        *((cross_entropy, {"dtype": dtype, "fp32_weight": True}) for dtype in (BF16, FP16)),
-        (cross_entropy, {"tokens": 1, "size": 1, "columns": 1}),
-        (cross_entropy, {"tokens": 129, "size": 200, "columns": 257, "entropy": False}),
-        (cross_entropy, {"size": 77, "vocab_size": 290, "temperatures": True, "logits_scale": 0.5}),
-        (cross_entropy, {"telemetry": True}),
-        (cross_entropy, {"telemetry": True, "softcap": 5.0, **cache}),
-        (cross_entropy, {"logits_dtype": BF16}),
-        (cross_entropy, {"ids": True}),
-        (cross_entropy, {"ids": True, "entropy": False, **cache}),
-        (cross_entropy, {"skip_ignored": True}),
-        (cross_entropy, {"skip_ignored": True, "entropy": False, **cache}),
-        (cross_entropy, cache),
-        (cross_entropy, {"dtype": FP16, "softcap": 5.0, **cache}),
-        (cross_entropy, {"entropy": False, **cache}),
-        (cross_entropy, {"entropy": False, "logits_cache_bytes": 40 * 128 * 2 + 600}),
-        (cross_entropy, {"dtype": FP16, "telemetry": True, "entropy": False, **cache}),
-        (cross_entropy, {"dtype": FP32, "tokens": 200, "columns": 700, "workspace_bytes": 2**19}),
-        (token_loss, {}),
-        (token_loss, {"entropy": False, "workspace_bytes": 2**18}),
-        (token_loss, {"dtype": FP32, "skip_ignored": True}),
-        (known_loss, {}),
-        *((jsd, {"beta": beta}) for beta in (0.0, 0.3, 1.0)),
-        (jsd, {"beta": 0.6, "student_softcap": 5.0, "teacher_softcap": 9.0}),
-        (jsd, {"with_labels": True, "skip_ignored": True}),
-        (jsd, {"weighted": True}),
-        (jsd, {"dtype": FP32, "beta": 0.0, "weighted": True}),
-        *((ids, {"dtype": dtype}) for dtype in (BF16, FP32)),
-        (ids, {"softcap": 5.0, "temperature": 0.7}),
+    cache, one, few = {"logits_cache_bytes": 2**20}, "cross-entropy", {"entropy": False}
+    table: list[tuple[str, dict[str, Any]]] = [
+        *((one, {"dtype": dtype}) for dtype in (BF16, FP16, FP32)),
+        *((one, {"dtype": dtype, "softcap": 5.0}) for dtype in (BF16, FP32)),
+        *((one, {"dtype": dtype, "fp32": True}) for dtype in (BF16, FP16)),
+        (one, {"tokens": 1, "size": 1, "columns": 1}),
+        (one, {"tokens": 129, "size": 200, "columns": 257, **few}),
+        (one, {"size": 77, "vocab_size": 290, "temperatures": True, "logits_scale": 0.5}),
+        (one, {"telemetry": True}),
+        (one, {"telemetry": True, "softcap": 5.0, **cache}),
+        (one, {"logits_dtype": BF16}),
+        ("candidates", {}),
+        ("candidates", few | cache),
+        (one, {"skip_ignored": True}),
+        (one, {"skip_ignored": True, **few, **cache}),
+        (one, cache),
+        (one, {"dtype": FP16, "softcap": 5.0, **cache}),
+        (one, few | cache),
+        (one, {"dtype": FP16, "telemetry": True, **few, **cache}),
+        (one, {"dtype": FP32, "tokens": 200, "columns": 700, "workspace_bytes": 2**19}),
+        ("token loss", {"tokens": 300}),
+        ("token loss", {"tokens": 300, "workspace_bytes": 2**18}),
+        ("token loss", {"dtype": FP32, "tokens": 300, "skip_ignored": True}),
+        ("known loss", {}),
+        *(("jsd", {"beta": beta}) for beta in (0.0, 0.3, 1.0)),
+        ("jsd", {"beta": 0.6, "student_softcap": 5.0, "teacher_softcap": 9.0}),
+        ("jsd", {"skip_ignored": True}),
+        ("divergences", {}),
+        ("jsd, known weights", {"kinds": ("jsd", "tv")}),
+        ("jsd, known weights", {"dtype": FP32, "beta": 0.0}),
+        *((name, {"dtype": dtype}) for name in ("logits at ids", "support", "topk") for dtype in (BF16, FP32)),
+        *((name, {"softcap": 5.0, "temperature": 0.7}) for name in ("logits at ids", "support", "topk")),
     ]
-    for function, options in table:
-        described = ", ".join(f"{name}={value}" for name, value in options.items())
-        yield f"{function.__name__}({described})", lambda device, f=function, o=options: f(device, **o)
+    for name, options in table:
+        described = ", ".join(f"{option}={value}" for option, value in options.items())
+        yield f"{name}({described})", lambda device, name=name, options=options: run(name, device, **options)
 
 
 def multiply_without_cublas() -> None:

@@ -8,66 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-import megatron_lce
 from megatron_lce import compat
-from megatron_lce.core.divergence_types import KINDS
-from tests.jsd_oracle import weighted_jsd
+from tests.operations import OPERATIONS, SUMS, cross_entropy, jsd, known_jsd, tensors_of, token_loss
 from tests.problems import make_problem
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def ids_of(labels: Tensor) -> Tensor:
-    """Three for each token: its label or padding, one or more times, and another."""
-    return torch.stack([labels.clamp(min=-1), labels % 7, labels.clamp(min=0)], dim=-1)
-
-
-def candidates(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> Any:
-    return megatron_lce.linear_cross_entropy(hidden, weight, labels, candidates=ids_of(labels), **keywords)
-
-
-def token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> Any:
-    def loss(out: Any, factors: Tensor) -> Any:
-        return -(out.logprobs * factors) + 0.1 * out.entropy, {"ratio": out.logprobs.exp()}
-
-    result = megatron_lce.linear_token_loss(hidden, weight, labels, loss, (labels % 5).float(), **keywords)
-    return result.loss, result.outputs, result.metrics
-
-
-def jsd(hidden: Tensor, weight: Tensor, labels: Tensor, weighted: bool = False, **keywords: Any) -> Tensor:
-    teacher = 1.5 * hidden.detach().flip(-1), weight.detach()
-    keywords |= {"labels": labels, "weights": (labels % 5).float() if weighted else None}
-    return weighted_jsd(hidden, weight, *teacher, **keywords)
-
-
-def divergences(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> Any:
-    teacher = 1.5 * hidden.detach().flip(-1), weight.detach()
-    return megatron_lce.linear_divergence(hidden, weight, *teacher, kinds=KINDS, labels=labels, **keywords)
-
-
-def logits_at(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> Tensor:
-    return megatron_lce.linear_logits_at(hidden, weight, ids_of(labels), **keywords)
-
-
-def support(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> Tensor:
-    offsets = 3 * torch.arange(labels.numel() + 1, device=labels.device)
-    return megatron_lce.support_logprobs(hidden, weight, labels, ids_of(labels).view(-1), offsets, **keywords)
-
-
-cross_entropy, known_jsd = megatron_lce.linear_cross_entropy, functools.partial(jsd, weighted=True)
-OPERATIONS = {
-    "cross-entropy": cross_entropy,
-    "candidates": candidates,
-    "token loss": token_loss,
-    "jsd": jsd,
-    "divergences": divergences,
-    "jsd, known weights": known_jsd,
-    "logits at ids": logits_at,
-    "support": support,
-}
-SUMS = ("token loss", "jsd, known weights")  # over the tokens, whose gradients are made in forward
 CALLS = [
     *(
         (call, {"temperature": torch.arange(1, 21) / 8}, dtype)
@@ -112,10 +60,6 @@ def head(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...] = (20,
     hidden, weight, labels, _ = make_problem(shape, 24, 300, device, dtype)
     labels.view(-1)[3:6] = -100
     return hidden.requires_grad_(), weight.requires_grad_(), labels
-
-
-def tensors_of(returned: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
 
 
 def results(call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -184,6 +128,15 @@ def test_double_backward_is_refused(operation, device):
         torch.autograd.grad(result, (hidden, weight), create_graph=True)
     if name not in SUMS:
         assert torch.autograd.grad(result, hidden)[0].isfinite().all()
+
+
+def test_batched_upstream_gradients_are_refused_in_our_words(operation, device):
+    hidden, weight, labels = head(device, FP32)
+    result = tensors_of(operation[1](hidden, weight, labels))[0]
+    upstream = torch.ones(3, *result.shape, device=device)
+    message = r"upstream gradients of .* must be plain tensors, got batched ones \(is_grads_batched, torch\.func\)"
+    with pytest.raises(TypeError, match=message):
+        torch.autograd.grad(result, (hidden, weight), upstream, is_grads_batched=True)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((0,), BF16), ((0, 3), FP32), ((3, 0), BF16)], ids=str)

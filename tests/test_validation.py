@@ -273,23 +273,3 @@ def test_transforms_of_torch_func_are_refused_in_our_words(transform, name):
     batch = given if transform is torch.func.grad else given.expand(3, *given.shape)
     with pytest.raises(TypeError, match=rf"{name} must be a plain tensor, got one inside a transform of torch\.func"):
         transform(WITHIN_TRANSFORMS[name])(batch)
-
-
-BATCHED = {  # a result of each operation with a backward
-    "linear_cross_entropy": lambda h, w, ids: megatron_lce.linear_cross_entropy(h, w, ids).lse,
-    "linear_token_loss": lambda h, w, ids: megatron_lce.linear_token_loss(h, w, ids, lambda out: out.lse).loss,
-    "linear_jsd": lambda h, w, ids: megatron_lce.linear_jsd(h, w, h.detach(), w.detach()),
-    "linear_logits_at": lambda h, w, ids: megatron_lce.linear_logits_at(h, w, ids[..., None]),
-    "label smoothing": lambda h, w, ids: megatron_lce.compat.torch_linear_cross_entropy(h, w, ids, label_smoothing=0.1),
-}
-
-
-@pytest.mark.parametrize("operation", BATCHED)
-def test_batched_upstream_gradients_are_refused_in_our_words(operation, device):
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 8, generator=generator).to(device).requires_grad_() for n in (4, 20))
-    result = BATCHED[operation](hidden, weight, torch.arange(4, device=device))
-    upstream = torch.ones(3, *result.shape, device=device)
-    message = r"upstream gradients of .* must be plain tensors, got batched ones \(is_grads_batched, torch\.func\)"
-    with pytest.raises(TypeError, match=message):
-        torch.autograd.grad(result, (hidden, weight), upstream, is_grads_batched=True)
