@@ -1,6 +1,5 @@
 """The handle of `enable_fused_linear_ce`: what it tells, when it is refused, and what is left when it is gone."""
 
-import contextlib
 import copy
 import math
 import re
@@ -101,30 +100,6 @@ def test_a_capture_is_closed_first(untied, tensors, labels):
         enable(untied, use_fused_linear_ce=False)
         assert state(untied) == before
     assert torch.equal(untied(*tensors, labels=labels), expected)
-
-
-def can_be_copied_deeply(model):
-    with contextlib.suppress(TypeError):  # "cannot pickle ProcessGroup", of Megatron's own layers
-        return bool(copy.deepcopy(model))
-    return False
-
-
-def test_a_copy_of_an_enabled_model_is_its_own(untied, device, tensors, labels):
-    """Made as docs/megatron.md says."""
-    expected, could_be_copied = untied(*tensors, labels=labels), can_be_copied_deeply(untied)
-    handle = enable(untied)
-    assert can_be_copied_deeply(untied) == could_be_copied
-    other = megatron_world.build(device, seed=7)
-    other.load_state_dict(untied.state_dict())
-    assert "forward" not in vars(other.output_layer)
-    for enabled in (False, True):
-        enable(other, use_fused_linear_ce=enabled)
-        torch.testing.assert_close(other(*tensors, labels=labels), expected)
-    other.output_layer.weight.data.zero_()
-    loss = other(*tensors, labels=labels)
-    torch.testing.assert_close(loss, torch.full_like(loss, math.log(VOCAB_SIZE)))
-    torch.testing.assert_close(untied(*tensors, labels=labels), expected)
-    assert handle.enabled
 
 
 def test_a_deep_copy_of_an_enabled_model_is_its_own(untied, tensors, labels):

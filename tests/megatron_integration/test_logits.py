@@ -74,14 +74,6 @@ def test_logits_of_ones_own_have_megatrons_loss_and_are_told(untied, tensors, la
         torch.testing.assert_close(untied(*tensors, labels=labels), expected)
 
 
-def test_double_backward_is_refused(untied, tensors, labels):
-    """A penalty on the gradient would train as if it were absent."""
-    enable(untied)
-    loss = untied(*tensors, labels=labels).sum()
-    with pytest.raises(RuntimeError, match="create_graph must be False"):
-        torch.autograd.grad(loss, list(untied.parameters()), create_graph=True, allow_unused=True)
-
-
 def test_what_a_tensor_is_can_be_asked(untied, device, tensors, labels):
     enable(untied, workspace_bytes=megatron_world.SMALL_WORKSPACE)
     asked = []

@@ -190,25 +190,6 @@ def test_a_capture_inside_another_alone_decides_the_pass(outer, inner, labelled,
         megatron_world.assert_same_gradients(found[0], expected[0])
 
 
-def test_the_expected_number_of_accepted_tokens_trains_end_to_end(device, tensors, labels):
-    """Over two depths, coupled in torch from total variations per token, against fp64."""
-    model = megatron_world.build(device, mtp_layers=2)
-    labels = torch.where(labels % 7 == 0, -100, labels)
-    *logits, main = native_logits(model, tensors, labels.clamp(min=0))
-    head = captured(model, tensors)
-    chain = head.chain_mask(labels)
-    kept = [1 - one.linear_divergence(head, kinds=("tv",), labels=labels, backend="torch").tv for one in head.mtp_heads]
-    accepted = torch.stack(kept).cumprod(0).sum(0)[chain].mean()
-    exact_kept = []
-    for depth, own in enumerate(logits, 1):
-        p, q = own.double().softmax(-1), later(main.detach().double(), depth, 0.0).softmax(-1)
-        exact_kept.append(torch.minimum(p, q).sum(-1))
-    exact = torch.stack(exact_kept).cumprod(0).sum(0)[chain].mean()
-    assert 0 < chain.sum() < labels.numel()
-    torch.testing.assert_close(accepted.double(), exact, rtol=1e-6, atol=1e-6)
-    megatron_world.assert_gradients(model, -accepted, megatron_world.gradients(model, -exact))
-
-
 def test_a_teacher_of_stored_hidden_states(device, tensors, labels):
     """The main head's own, stored, teach the MTP heads as the captured head does; a mistake names the argument."""
     model = megatron_world.build(device, mtp_layers=1)
