@@ -8,17 +8,15 @@ import math
 import pytest
 import torch
 
-from megatron_lce.api.model_loss import model_loss
-from megatron_lce.core.known_loss import UpstreamCheck
 from megatron_lce.core.losses import TokenCrossEntropy
 from megatron_lce.core.options import IGNORE_INDEX
-from tests.live_bytes import Products
-from tests.oracle import relative_error
-from tests.problems import logits_of, make_problem
+from tests.known_passes import PLAIN, Passes
+from tests.oracle import assert_within
+from tests.problems import make_problem
 
 pytest.importorskip("triton")
 TOKENS, HIDDEN, COLUMNS = 80, 16, 300
-FORMULAS = [TokenCrossEntropy(), TokenCrossEntropy(z_loss=0.1, label_smoothing=0.2)]
+FORMULAS = [PLAIN, TokenCrossEntropy(z_loss=0.1, label_smoothing=0.2)]
 ONE = torch.full((TOKENS,), 0.25)
 WEIGHTED = torch.linspace(0.5, 1.5, TOKENS)
 
@@ -30,83 +28,39 @@ def problem(device):
     return problem
 
 
-def losses_of(problem, formula):
-    logits = logits_of(problem)
-    all_logprobs = logits.log_softmax(dim=-1)
-    logprobs = all_logprobs.gather(1, problem.labels.clamp(min=0)[:, None])[:, 0]
-    e, z = formula.label_smoothing, formula.z_loss
-    losses = -(1 - e) * logprobs - e * all_logprobs.mean(dim=-1) + z * logits.logsumexp(dim=-1) ** 2
-    return torch.where(problem.labels == IGNORE_INDEX, 0.0, losses)
-
-
-def exact(problem, formula, upstream):
-    leaves = [tensor.double().requires_grad_() for tensor in problem[:2]]
-    losses = losses_of(problem._replace(hidden=leaves[0], weight=leaves[1]), formula)
-    return losses.detach(), torch.autograd.grad(losses, leaves, upstream.to(losses))
-
-
-class Passes:
-    """Passes of one loss over one head."""
-
-    def __init__(self, problem, known, formula=FORMULAS[0], **options):
-        self.problem, self.formula, self.upstream = problem, formula, UpstreamCheck(known)
-        self.options = {"backend": "triton", "entropy": False} | options
-        if formula.label_smoothing:
-            self.options["telemetry"] = "mean_logit"
-
-    def run(self, upstream, counted=None):
-        """Losses, gradients, and how many products of all logits the pass took."""
-        self.upstream.check_last_passes()
-        hidden, weight = (tensor.clone().requires_grad_() for tensor in self.problem[:2])
-        counted = None if counted is None else counted.to(hidden.device)
-        with Products() as products:
-            given = hidden, weight, self.problem.labels, self.formula, self.upstream, counted
-            losses, _ = model_loss(*given, **self.options)
-            in_forward = products.logits_in_gradients(HIDDEN) > 0
-            gradients = torch.autograd.grad(losses, (hidden, weight), upstream.to(losses))
-        return losses.detach(), gradients, in_forward
-
-    def check(self, upstream, counted=None, in_forward=False):
-        """Against fp64: three roundings of 16 bits, of the cache, of a gradient, and of its scaling."""
-        losses, gradients, found = self.run(upstream, counted)
-        expected, exact_gradients = exact(self.problem, self.formula, upstream)
-        torch.testing.assert_close(losses.double(), expected, rtol=1e-4, atol=1e-5)
-        for gradient, of_fp64 in zip(gradients, exact_gradients, strict=True):
-            if of_fp64.any():
-                assert relative_error(gradient, of_fp64) <= 3 * 2.0**-9
-            else:
-                assert not gradient.any()
-        assert found == in_forward
+def check(passes, upstream, counted=None, in_forward=False):
+    assert_within(passes.compare(upstream, counted))
+    assert passes.in_forward == in_forward
 
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=["plain", "z-loss, smoothing"])
 @pytest.mark.parametrize("skip", [False, True])
 def test_the_first_backward_finds_out(skip, formula, problem):
     passes = Passes(problem, None, formula, skip_ignored=skip)
-    passes.check(ONE)
+    check(passes, ONE)
     assert passes.upstream.known
-    passes.check(ONE * 2, in_forward=True)
-    passes.check(-ONE, in_forward=True)
+    check(passes, ONE * 2, in_forward=True)
+    check(passes, -ONE, in_forward=True)
 
 
 def test_tokens_out_of_the_mask_keep_their_loss_and_get_no_gradient(problem):
     counted = torch.arange(TOKENS) % 3 > 0
     for known in (None, True):
         passes = Passes(problem, known)
-        passes.check(ONE * counted, counted, in_forward=known is True)
-        passes.check(ONE * ~counted, ~counted, in_forward=True)  # masks differ from microbatch to microbatch
+        check(passes, ONE * counted, counted, in_forward=known is True)
+        check(passes, ONE * ~counted, ~counted, in_forward=True)  # masks differ from microbatch to microbatch
 
 
 def test_a_microbatch_without_a_counted_token_says_nothing(problem):
     nothing = torch.zeros(TOKENS, dtype=torch.bool)
     for first in (ONE, WEIGHTED):
         passes = Passes(problem, None)
-        passes.check(ONE * 0, nothing)
+        check(passes, ONE * 0, nothing)
         assert passes.upstream.known is None
-        passes.check(first)
+        check(passes, first)
         assert passes.upstream.known == (first is ONE)
     passes = Passes(problem, True)
-    passes.check(ONE * 0, nothing, in_forward=True)
+    check(passes, ONE * 0, nothing, in_forward=True)
     message = r"known_loss needs one upstream gradient for all counted tokens, got 0\.51\d* to 1\.5: "
     with pytest.raises(RuntimeError, match=message):
         passes.run(WEIGHTED)
@@ -115,23 +69,23 @@ def test_a_microbatch_without_a_counted_token_says_nothing(problem):
 def test_a_loss_that_weights_tokens_from_the_first_pass_on(problem):
     passes = Passes(problem, None)
     for upstream in (WEIGHTED, ONE, WEIGHTED):
-        passes.check(upstream)
+        check(passes, upstream)
     assert passes.upstream.known is False
 
 
 @pytest.mark.parametrize("known", [None, True])
 def test_a_loss_that_weights_tokens_later(known, problem):
     passes = Passes(problem, known)
-    passes.check(ONE, in_forward=known is True)
-    passes.check(ONE, in_forward=True)
+    check(passes, ONE, in_forward=known is True)
+    check(passes, ONE, in_forward=True)
     _, gradients, _ = passes.run(WEIGHTED)
     assert all(gradient.isnan().all() for gradient in gradients)
     message = r"gradients of the last backward pass are NaN: .* enable with known_loss=False"
     with pytest.raises(RuntimeError, match=message):
         passes.run(ONE)
-    passes.check(ONE, in_forward=known is True)  # None: any upstream is right now
+    check(passes, ONE, in_forward=known is True)  # None: any upstream is right now
     if known is None:
-        passes.check(WEIGHTED)
+        check(passes, WEIGHTED)
 
 
 @pytest.mark.parametrize("kind", ["the mask is outside alone", "the mask is not applied"])
@@ -142,16 +96,16 @@ def test_masks_of_the_model_and_the_loss_that_differ(kind, problem):
         Passes(problem, True).run(upstream, counted)
     passes = Passes(problem, None)
     for _ in range(2):
-        passes.check(upstream, counted)
+        check(passes, upstream, counted)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_scale_that_overflowed_says_nothing(value, problem):
     passes = Passes(problem, True)
-    passes.check(ONE, in_forward=True)
+    check(passes, ONE, in_forward=True)
     _, gradients, _ = passes.run(ONE * value)
     assert not any(gradient.isfinite().all() for gradient in gradients)
-    passes.check(ONE, in_forward=True)
+    check(passes, ONE, in_forward=True)
     passes = Passes(problem, None)
     passes.run(ONE * math.nan)
     assert passes.upstream.known is None
@@ -161,7 +115,7 @@ def test_where_all_logits_are_kept_any_upstream_is_right(problem):
     for known in (None, True, False):
         passes = Passes(problem, known, logits_cache_bytes=2**20)
         for upstream in (ONE, WEIGHTED):
-            passes.check(upstream)
+            check(passes, upstream)
         assert passes.upstream.known is known
 
 
@@ -177,7 +131,7 @@ def test_nothing_is_taken_in_forward_that_saves_no_product(problem):
     """In fp32 logits are computed twice in any case."""
     problem = problem._replace(hidden=problem.hidden.float(), weight=problem.weight.float())
     passes = Passes(problem, None)
-    passes.check(ONE)
+    check(passes, ONE)
     assert passes.upstream.known is None
     passes.upstream.known = True
-    passes.check(WEIGHTED)
+    check(passes, WEIGHTED)
