@@ -72,14 +72,6 @@ def test_a_healthy_machine(capsys, usual_torch):
     assert all(0 < error <= limit for error, limit in doctor.self_test(torch.device("cpu"))["errors"].values())
 
 
-def test_doctor_in_json(capsys, quick_self_test):
-    assert commands.main(["doctor", "--device", "cpu", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["versions"]["torch"] == torch.__version__
-    assert report["backends"]["torch"] == "can run"
-    assert report["problems"] == []
-
-
 def test_a_backend_that_is_wrong_or_raises_is_a_problem(monkeypatch, capsys, usual_torch):
     right = doctor.linear_cross_entropy
 
@@ -179,15 +171,6 @@ def test_an_estimate_of_a_public_model(capsys):
     assert re.search(r"falls from 4,7\d\d MiB \(.*TransformerEngine's cross-entropy\) to \d,\d+ \(", by_name["verdict"])
 
 
-def test_the_table_has_every_head_and_ends_with_the_verdict(capsys):
-    assert commands.main(["estimate", "--model", "gemma-2-9b", "--ignored", "0.6"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("google/gemma-2-9b (tied head)")
-    assert re.search(r"matmuls \(3 is the minimum\) +peak MiB\n", printed)
-    assert re.search(r"megatron-lce, 60% masked and skipped +1.2 ", printed)
-    assert re.match(r"The head's peak falls from .* matmuls instead of 3\.$", printed.splitlines()[-1])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -258,18 +241,3 @@ def test_a_config_of_the_hub(tmp_path, capsys):
         with pytest.raises(SystemExit):
             commands.main(["estimate", "--config", *arguments])
         assert message in capsys.readouterr().err
-
-
-PADDING = "Megatron pads this vocabulary of 151,936 to 152,576 by default: --vocab 152576"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told", "is_told"),
-    [
-        ("--tp 8", PADDING, True),
-        ("--tp 8 --vocab 152576", PADDING, False),
-    ],
-)
-def test_what_one_may_not_expect_is_explained(arguments, told, is_told, capsys):
-    assert commands.main(["estimate", "--model", "Qwen3-8B", "--tokens", "16k", *arguments.split()]) == 0
-    assert (told in capsys.readouterr().out) == is_told

@@ -213,6 +213,3 @@ def test_messages_name_the_arguments_of_the_call_that_was_made(call, name, value
     arguments = dict(zip(names, problem[:3], strict=True))
     with pytest.raises(error, match=f"^{message}"):
         CALLS[call](**arguments | {name: value})
-
-
-# torch.nn.functional.linear_cross_entropy

@@ -138,19 +138,6 @@ def test_heads_measured_under_tensor_parallelism(tp, skip):
         assert over_gradients / MIB == pytest.approx(mib, rel=ALLOWED)
 
 
-@pytest.mark.parametrize(
-    ("way", "step", "mib"),
-    [
-        (NOTHING_KEPT, HeadStep(8192, 4096, 151936), 1580),
-        (CACHED, HeadStep(16384, 4096, 18992, entropy=False), 871),
-        (NOTHING_KEPT, HeadStep(131072, 4096, 151936), 4268),
-    ],
-)
-def test_the_documented_numbers_come_out(way, step, mib):
-    """Measured on an H200 to 0.1 %."""
-    assert peak_mib(way, step) == pytest.approx(mib, rel=0.02)
-
-
 GPU_STEPS = {
     "slabs": HeadStep(4096, 2048, 65536),
     "one slab": HeadStep(4096, 4096, 9496),

@@ -106,42 +106,6 @@ def test_known_weights_take_the_workspace_and_the_sum_of_the_weights_gradient():
     assert peak <= 2**23 + weight.nbytes + hidden.nbytes + OF_TWO_HEADS * 600
 
 
-@ON_A_CPU
-@pytest.mark.parametrize(
-    ("hidden_size", "columns", "workspace_bytes", "frozen", "expected"),
-    [
-        (128, 640, 1_185_000, False, [384, 316]),  # without that room blocks would have 256 tokens
-        (128, 640, 1_185_000, True, []),
-        (256, 637, 1_150_000, False, []),  # an odd vocabulary is two products, with a sum of hidden's gradient
-    ],
-)
-def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(
-    hidden_size, columns, workspace_bytes, frozen, expected, device, monkeypatch
-):
-    """The step takes the workspace and the sum over its gradients, but for a CPU's copies of what is multiplied."""
-    pytest.importorskip("triton")
-    num_tokens = 700
-    inputs = make_inputs(num_tokens, hidden_size, 8, columns, device, BF16)
-    hidden, weight = inputs.student_hidden.requires_grad_(), inputs.student_weight.requires_grad_(not frozen)
-    summed = []
-
-    def no_product(a, b, out, *, accumulate):
-        if out.shape == weight.shape:
-            summed.append(a.shape[1])
-
-    monkeypatch.setattr("megatron_lce.api.linear_divergence.matmul", no_product)
-
-    def step():
-        keywords = {"workspace_bytes": workspace_bytes, "backend": "triton"}
-        loss = weighted_jsd(*inputs[:4], weights=inputs.upstream, **keywords)
-        return torch.autograd.grad(loss, [tensor for tensor in (hidden, weight) if tensor.requires_grad])
-
-    peak, gradients = peak_live_bytes(step)
-    assert summed == expected
-    sum_bytes = 0 if frozen else 4 * weight.numel()
-    assert peak <= workspace_bytes + sum_bytes + sum(g.nbytes for g in gradients) + OF_TWO_HEADS * num_tokens
-
-
 # What only a GPU can show.
 
 TOKENS, COLUMNS = 4096, 50257

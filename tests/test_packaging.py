@@ -80,6 +80,31 @@ def test_metadata(built):
     assert not re.findall(r"\]\((?!https?:)", words)  # an index follows no paths of the tree
 
 
+PROGRAM = """
+import importlib.util, torch, megatron_lce
+assert not importlib.util.find_spec("megatron")
+hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+loss = -megatron_lce.linear_cross_entropy(hidden, weight, torch.arange(4)).logprobs.mean()
+loss.backward()
+torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(hidden @ weight.T, torch.arange(4)))
+print(megatron_lce.__file__)
+"""
+
+
+def test_the_wheel_in_an_environment_with_torch_alone(built, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    folder, wheel = tmp_path / "empty/bin", next(built.glob("*.whl"))
+    for command in (
+        [sys.executable, "-m", "venv", tmp_path / "empty"],
+        [folder / "python", "-m", "pip", "install", "--constraint", ROOT / "constraints.txt", wheel],
+        [folder / "megatron-lce", "doctor"],
+        [folder / "python", "-c", PROGRAM],
+    ):
+        code, printed = run(*command, cwd=tmp_path, env=environment)
+        assert code == 0, printed
+    assert printed.startswith(str(tmp_path))
+
+
 def test_the_source_archive_has_no_tests_without_their_helpers(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

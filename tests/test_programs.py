@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 from benchmark import run
 from megatron_lce import __main__ as commands
-from scripts import megatron_runtime, tiny_gpt, train_grpo, training
+from scripts import megatron_runtime, tiny_gpt, train_grpo
 from scripts.ranks import device_of_rank
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,20 +99,6 @@ def test_wrong_arguments_say_what_is_allowed(program, arguments, message, capsys
     with pytest.raises(SystemExit):
         program.parse_arguments(arguments.split())
     assert re.search(message, capsys.readouterr().err)
-
-
-def test_a_program_ends_with_its_report_the_head_and_the_peak():
-    report = {"config": {"use_fused_linear_ce": True}, "ranks": [{"peak_mib": 700.2}, {"peak_mib": 812.0}]}
-    report |= {"memory_is": "allocated on it", "fused": {"enabled": False, "reasons": ["output_layer has a bias"]}}
-    line = training.summary(Path("out/sft.json"), report)
-    assert line == (
-        "Report: out/sft.json. Head: not fused (output_layer has a bias). Peak of a rank: 812 MiB, allocated on it."
-    )
-    report["fused"] = {"enabled": True, "reasons": []}
-    assert "Head: fused." in training.summary(Path("out/sft.json"), report)
-    report["config"]["transformer_impl"] = "transformer_engine"
-    report["versions"] = {"transformer-engine": "2.20.2"}
-    assert " Layers: TransformerEngine 2.20.2. Head: fused." in training.summary(Path("out/sft.json"), report)
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import megatron_lce
-from megatron_lce.core import collectives
 from megatron_lce.core.options import DIFFERENTIABLE_SCALARS
 from tests.cases import BF16, Case, Ranks, Share, case
 from tests.oracle import differentiable
@@ -154,16 +153,6 @@ def check_fsdp_temperature(mesh: DeviceMesh, device: torch.device, report: Repor
         report.check("FSDP2: a temperature keeps its bits", torch.equal(actual, expected))
         call = {"hidden": hidden, "labels": labels, "temperature": temperature.bfloat16()}
         check_refusal(head, call, "temperature must be a float, float32", report)
-
-
-def run_async_tensor(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """What a functional collective is still filling is waited for; that every call does so: the cases' `pending`."""
-    from torch.distributed import _functional_collectives as functional
-
-    tensor = functional.all_reduce(torch.ones(2**20, device=device), "sum", group)
-    report.check("a tensor is pending", type(tensor).__name__ == "AsyncCollectiveTensor")
-    whole = collectives.wait_if_async(tensor)
-    report.check("it is waited for", type(whole) is Tensor and bool((whole == dist.get_world_size(group)).all()))
 
 
 def run_destroyed_group(device: torch.device, report: Report) -> None:

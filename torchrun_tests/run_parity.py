@@ -19,7 +19,7 @@ from parity_of_budgets import run_planted_errors
 from parity_of_compat import run_calls, run_disagreements_of_compat, run_torchs_call
 from parity_of_errors import run_disagreements, run_errors
 from parity_of_known_losses import run_known_losses
-from parity_of_torch import run_async_tensor, run_cuda_graph, run_destroyed_group, run_dtensors, run_fsdp
+from parity_of_torch import run_cuda_graph, run_destroyed_group, run_dtensors, run_fsdp
 from torch.distributed import ProcessGroup
 
 import megatron_lce
@@ -101,7 +101,6 @@ def main() -> None:
     run_calls(world, device, report)
     run_calls(subgroup, device, report)
     run_torchs_call(world, device, report)
-    run_async_tensor(world, device, report)
     if device.type == "cuda":
         run_cuda_graph(world, device, report)
     if dist.get_world_size() == 2:

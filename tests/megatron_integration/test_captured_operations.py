@@ -87,19 +87,3 @@ def test_refusals_of_ids_name_them_as_the_caller_passed_them(model, device, tens
         message = r"must be \[b, s, K\], \(3, 23\) first for this hidden, got " + re.escape(str(tuple(wrong.shape)))
         assert_refused(ValueError, f"candidates {message}", head.linear_cross_entropy, labels, candidates=wrong)
         assert_refused(ValueError, f"ids {message}", head.linear_logits_at, wrong)
-
-
-def test_bf16_hidden_states_beside_a_weight_in_fp32_and_a_samplers_rounding(model, tensors, labels):
-    model.decoder.register_forward_hook(lambda module, args, hidden: hidden.bfloat16())
-    head = captured(model, tensors)
-    assert (head.hidden.dtype, head.weight.dtype) == (torch.bfloat16, torch.float32)
-    logits = exact_logits(head).detach()
-    largest = float(logits.abs().max())
-    for dtype, allowed in ((None, 1e-6), (torch.bfloat16, 2**-8 * largest)):
-        out = head.linear_cross_entropy(labels, logits_dtype=dtype, backend="torch")
-        expected = logits.to(dtype or torch.float64).double().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-        wrong = (out.logprobs - expected).abs()
-        assert wrong.median() <= 1e-6  # of the others a product may round the other way
-        assert wrong.max() <= max(allowed, 1e-6)
-        (gradient,) = torch.autograd.grad(out.logprobs.sum(), head.weight, retain_graph=True)
-        assert gradient.dtype == torch.float32
