@@ -22,6 +22,7 @@ import megatron_lce
 from megatron_lce.api import linear_token_loss as token_loss
 from megatron_lce.backends import choice
 from megatron_lce.core.divergence_types import KINDS
+from tests.operations import OPERATIONS, tensors_of
 
 # KiB of shared memory that a program may have.
 SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99, "gfx942": 64}
@@ -71,6 +72,9 @@ def imitate(name: str) -> None:
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
     torch.is_autocast_enabled = lambda device_type: False
     choice.triton_obstacle = lambda backend, device: None
+    # The host looks at a new loss, and these tensors have no values: none is new.
+    token_loss.codes_inside = lambda loss: frozenset()
+    token_loss._codes.add(frozenset())
     run = triton.JITFunction.run
 
     def say_whether_fused(kernel: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -78,14 +82,6 @@ def imitate(name: str) -> None:
         return run(kernel, *arguments, **keywords)
 
     triton.JITFunction.run = say_whether_fused
-
-
-def nll(out: megatron_lce.LinearCrossEntropyOutput) -> torch.Tensor:
-    return -out.logprobs
-
-
-def divergence(out: megatron_lce.LinearDivergenceOutput) -> torch.Tensor:
-    return out.forward_kl + out.reverse_kl + out.tv + out.jsd
 
 
 def run(dtype: torch.dtype, option: str) -> None:
@@ -96,43 +92,29 @@ def run(dtype: torch.dtype, option: str) -> None:
     weight_dtype = FP32 if "fp32_weight" in options else dtype
     weight = torch.empty(4000, 1024, dtype=weight_dtype, device="meta", requires_grad=True)
     labels = torch.empty(num_rows, dtype=torch.int64, device="meta")
-    softcap = 30.0 if "softcap" in options else None
+    softcap, name, keywords = 30.0 if "softcap" in options else None, "cross-entropy", {"backend": "triton"}
+    heads = [(hidden, weight, labels)]
     if "jsd" in options:
-        keywords = {"student_softcap": softcap, "teacher_softcap": softcap, "backend": "triton"}
-        keywords |= {"beta": 0.0 if "beta0" in options else 0.5}
-        heads = hidden, weight, hidden.detach(), weight.detach()
-        if "loss" in options:
-            token_loss._codes.add(token_loss.codes_inside(divergence))
-            keywords |= {"kinds": KINDS, "return_student": True}
-            megatron_lce.linear_divergence_loss(*heads, labels, divergence, **keywords).loss.backward()
-        else:
-            megatron_lce.linear_jsd(*heads, **keywords).sum().backward()
-        return
-    if "candidates" in options:  # rows 1032 and 2064 apart
+        name = "jsd, known weights" if "loss" in options else "jsd"
+        keywords |= {"student_softcap": softcap, "teacher_softcap": softcap, "beta": 0.0 if "beta0" in options else 0.5}
+        keywords |= {"kinds": KINDS, "return_student": True} if "loss" in options else {}
+    elif "candidates" in options:  # rows 1032 and 2064 apart
+        name = "candidates"
         hidden, weight = (torch.empty(rows, 1032, dtype=dtype, device="meta") for rows in (256, 4000))
-        ids = torch.empty(256, 4, dtype=torch.int64, device="meta")
-        for step in (1, 2):
-            rows, keywords = hidden[::step].requires_grad_(), {"candidates": ids[::step], "backend": "triton"}
-            out = megatron_lce.linear_cross_entropy(rows, weight, labels[::step], **keywords)
-            out.candidate_logprobs.sum().backward()
-        return
-    if "ids" in options:
-        csr = labels.new_empty(900), labels.new_empty(257)
-        logprobs = megatron_lce.support_logprobs(hidden, weight, labels, *csr, empty_rows=False, backend="triton")
-        logprobs.sum().backward()
+        heads = [(hidden[::step].requires_grad_(), weight, labels[::step]) for step in (1, 2)]
+    elif "ids" in options:
+        name = "support"
+        keywords["empty_rows"] = False
         megatron_lce.linear_topk(hidden, weight, 64, backend="triton")
-        return
-    telemetry = "mean_logit" if "mean" in options else "telemetry" in options
-    keywords = {"softcap": softcap, "telemetry": telemetry, "backend": "triton"}
-    if "token_loss" in options:
-        # The host looks at a new loss, and these tensors have no values.
-        token_loss._codes.add(token_loss.codes_inside(nll))
-        megatron_lce.linear_token_loss(hidden, weight, labels, nll, **keywords).loss.backward()
-        return
-    keywords |= {"entropy": "no_entropy" not in options, "logits_cache_bytes": 2**30 if "cache" in options else 0}
-    out = megatron_lce.linear_cross_entropy(hidden, weight, labels, **keywords)
-    outputs = [output for output in (out.logprobs, out.entropy, out.mean_logit) if output is not None]
-    torch.stack(outputs).sum().backward()
+    else:
+        keywords |= {"softcap": softcap, "telemetry": "mean_logit" if "mean" in options else "telemetry" in options}
+        name = "token loss" if "token_loss" in options else name
+        if name == "cross-entropy":
+            cache = 2**30 if "cache" in options else 0
+            keywords |= {"entropy": "no_entropy" not in options, "logits_cache_bytes": cache}
+    for head in heads:
+        found = tensors_of(OPERATIONS[name](*head, **keywords))
+        sum(tensor.sum() for tensor in found if tensor.requires_grad).backward()
 
 
 def describe(name: str, files: dict[str, str]) -> dict[str, Any]:
