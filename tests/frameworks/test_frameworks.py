@@ -60,7 +60,6 @@ PROGRAMS = [  # run_NAME.py, and its folders; behind a space: a file of it that 
     ("ms_swift", RELEASED, RELEASED, BRIDGE),
     *(("ms_swift_preference", folder, BRIDGE) for folder in (RELEASED, MAIN)),
     ("nemo_rl", "NEMO_RL"),
-    ("pretrain", "MEGATRON_LM", "MEGATRON_LM pretrain_gpt.py"),
     *(("pretrain_loop", "MEGATRON_LM", f"MEGATRON_LM pretrain_{model}.py") for model in ("gpt", "hybrid")),
     *(("skyrl", folder) for folder in SKYRL),
     ("slime", "SLIME"),
@@ -69,7 +68,6 @@ PROGRAMS = [  # run_NAME.py, and its folders; behind a space: a file of it that 
 VERSIONS = {  # of Megatron-core, where that is not the installed one alone
     "bridge_training": (NEWEST,),
     "megatron_rl": ("MEGATRON_LM",),
-    "pretrain": ("MEGATRON_LM",),
     "pretrain_loop": ("MEGATRON_LM",),
     "skyrl": (NEWEST,),
     "verl": ("MEGATRON/0.14.0", INSTALLED, NEWEST),
