@@ -62,8 +62,7 @@ test: lint
 test-all: lint
 	$(PYTEST)
 
-# A search for wrong numbers, a quarter of an hour on two cores; with more ranks where there are cores, three at a time,
-# so much less.
+# A search for wrong numbers, a quarter of an hour on two cores.
 FUZZ_RANKS ?= 3
 fuzz: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(FUZZ_RANKS) torchrun_tests/run_fuzz.py --device cpu

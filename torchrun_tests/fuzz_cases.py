@@ -54,7 +54,7 @@ JSD = COMMON | {
 
 
 @st.composite
-def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
+def cases(draw: st.DrawFn, operation: str, ranks: int, world: int) -> Case:
     """Valid calls, but for a workspace that may be too small, and options that exclude each other."""
     keywords = {name: draw(values) for name, values in (JSD if operation == "linear_jsd" else CROSS_ENTROPY).items()}
     if operation == "linear_token_loss":
@@ -76,7 +76,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
     fields = {
         "operation": operation,
         "seed": draw(st.integers(0, 2**16)),
-        "members": draw(st.sampled_from(list(combinations(range(team), ranks)))),
+        "members": draw(st.sampled_from(list(combinations(range(world), ranks)))),
         "shape": shape,
         "hidden_size": draw(st.sampled_from([1, 2, 8, 13, 24, 64, 100, 300])),
         "shards": shards,

@@ -1,13 +1,11 @@
 """A search for wrong numbers: random calls on 1 to 3 ranks against the fp64 oracles, with the tests' own budgets.
 
-    torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --cases 6000
-    torchrun --nproc-per-node 15 torchrun_tests/run_fuzz.py --device cpu          # five searches side by side
+    torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --cases 6000 --seed 0
     torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --repeat 'torch: Case(...)'
     torchrun --nproc-per-node 1 torchrun_tests/run_fuzz.py --device cuda --seconds 300   # the kernels, on one rank
 
-Three ranks are a team, or two or one where the ranks do not divide into threes; its first has hypothesis draw the cases
-of `fuzz_cases.py`, and shrink those that fail, the others run what it broadcasts. Every team searches everywhere, from
-a seed of its own.
+The first rank has hypothesis draw the cases of `fuzz_cases.py`, and shrink those that fail, the others run what it
+broadcasts. Searches side by side have seeds of their own.
 Of a failure the smallest case is printed as --repeat takes it.
 """
 
@@ -16,10 +14,12 @@ import math
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fuzz_cases
 import harness
@@ -32,8 +32,9 @@ from scripts.ranks import device_of_rank
 from tests.cases import Case, Ranks
 from tests.checks import check_case
 
+Groups = dict[tuple[int, ...], ProcessGroup | None]
+Run = Callable[[Case], str]
 OPERATIONS = ("linear_cross_entropy", "linear_token_loss", "linear_jsd", "linear_logits_at")
-MOST_RANKS = 3
 SMALL_WORKSPACE = "workspace_bytes too small"
 EXCLUSIVE = "reduce_grad_hidden must be True with sequence_parallel"
 
@@ -83,55 +84,32 @@ def verdict(case: Case, ranks: Ranks) -> tuple[str, str]:
     return ("wrong", "; ".join(findings)) if findings else (SMALL_WORKSPACE if was_small else "right", "")
 
 
-@dataclass
-class Team:
-    """Some ranks of the world."""
-
-    device: torch.device
-    first: int
-    size: int
-    world: ProcessGroup | None  # all of them
-    groups: dict[tuple[int, ...], ProcessGroup | None]  # of every choice of its ranks; None: this one is not chosen
-
-    def broadcast(self, case: Case | None) -> Case | None:
-        box = [case]
-        dist.broadcast_object_list(box, src=self.first, group=self.world)
-        return box[0]
-
-    def gather(self, mine: object) -> list:
-        everyone = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self.world)
-        return everyone
+def broadcast(case: Case | None) -> Case | None:
+    box = [case]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
-def make_team(size: int, device: torch.device) -> Team:
-    """This rank's, of so many; every rank makes the groups of all teams."""
-    team = None
-    # The groups of one to three ranks time out sooner than a team's: what a case does wrong is told over that.
-    timeout = timedelta(seconds=60)
-    for first in range(0, dist.get_world_size(), size):
-        ranks = list(range(first, first + size))
-        world = dist.new_group(ranks)
-        choices = [chosen for number in range(1, size + 1) for chosen in combinations(range(size), number)]
-        groups = {chosen: dist.new_group([ranks[i] for i in chosen], timeout=timeout) for chosen in choices}
-        if dist.get_rank() in ranks:
-            mine = dist.get_rank() - first
-            known = {chosen: group if mine in chosen else None for chosen, group in groups.items()}
-            team = Team(device, first, size, world, known)
-    assert team is not None
-    return team
+def make_groups() -> Groups:
+    """Of every choice of ranks; None: this rank is not chosen. They time out sooner than the world, over which is told
+    what a case does wrong."""
+    size = dist.get_world_size()
+    choices = [chosen for number in range(1, size + 1) for chosen in combinations(range(size), number)]
+    groups = {chosen: dist.new_group(list(chosen), timeout=timedelta(seconds=60)) for chosen in choices}
+    return {chosen: group if dist.get_rank() in chosen else None for chosen, group in groups.items()}
 
 
-def shared_verdict(case: Case, backend: str, team: Team) -> str:
-    """Whether the case is right, or why it is refused: the same on every rank of the team.
+def shared_verdict(case: Case, backend: str, groups: Groups, device: torch.device) -> str:
+    """Whether the case is right, or why it is refused: the same on every rank.
 
     Raises:
         Failed: it is wrong on some rank, or the ranks part.
         SystemExit: they parted so that they wait for each other; the group is of no more use.
     """
-    group = team.groups[case.members]
-    mine = verdict(case, Ranks(backend, group, team.device)) if group is not None else None
-    found = [one for one in team.gather(mine) if one is not None]
+    group = groups[case.members]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, verdict(case, Ranks(backend, group, device)) if group is not None else None)
+    found = [one for one in everyone if one is not None]
     wrong = [f"rank {rank}: {message}" for rank, (kind, message) in enumerate(found) if kind == "wrong"]
     if any("Timed out waiting" in message for message in wrong):
         raise SystemExit(f"ranks wait for each other: {backend}: {case}\n" + "\n".join(wrong))
@@ -142,8 +120,8 @@ def shared_verdict(case: Case, backend: str, team: Team) -> str:
     return found[0][0]
 
 
-def search(setting: Setting, team: Team, num_cases: int, deadline: float, seed: int) -> Tally:
-    """On a team's first rank: cases as hypothesis draws them, until one fails; that one is shrunk and noted.
+def search(setting: Setting, run: Run, num_cases: int, deadline: float, seed: int) -> Tally:
+    """On the first rank: cases as hypothesis draws them, until one fails; that one is shrunk and noted.
 
     `deadline` on the clock of `time.monotonic`: no case is drawn after it, but to shrink one that failed.
     """
@@ -157,13 +135,13 @@ def search(setting: Setting, team: Team, num_cases: int, deadline: float, seed: 
         phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(fuzz_cases.cases(setting.operation, setting.ranks, team.size))
+    @hypothesis.given(fuzz_cases.cases(setting.operation, setting.ranks, dist.get_world_size()))
     def every_case(case: Case) -> None:
         if time.monotonic() > deadline and not tally.failure:
             raise OutOfTime
-        team.broadcast(case)
+        broadcast(case)
         try:
-            found = shared_verdict(case, setting.backend, team)
+            found = run(case)
         except Failed as failed:
             tally.failure = f"{setting.backend}: {case}\n{failed}"
             raise
@@ -178,26 +156,25 @@ def search(setting: Setting, team: Team, num_cases: int, deadline: float, seed: 
     except (Failed, hypothesis.errors.Flaky, ExceptionGroup) as error:
         tally.failure = tally.failure or str(error)
     finally:
-        team.broadcast(None)
+        broadcast(None)
     return tally
 
 
-def follow(setting: Setting, team: Team) -> None:
-    """On the others: what their first draws."""
-    while (case := team.broadcast(None)) is not None:
+def follow(run: Run) -> None:
+    """On the others: what the first draws."""
+    while (case := broadcast(None)) is not None:
         try:
-            shared_verdict(case, setting.backend, team)
+            run(case)
         except Failed:
             continue  # the first notes it
 
 
-def print_summary(settings: list[Setting], found: list[list[Tally]]) -> None:
-    """What became of the calls; `found` has a list a team."""
+def print_summary(tallies: dict[Setting, Tally]) -> None:
+    """What became of the calls."""
     counts: dict[str, Counter] = {}
-    for setting, tallies in zip(settings, zip(*found, strict=True), strict=True):
+    for setting, tally in tallies.items():
         count = counts.setdefault(f"{setting.operation}, {setting.backend}", Counter())
-        for tally in tallies:
-            count += tally.refused + Counter(calls=tally.cases, failures=bool(tally.failure))
+        count += tally.refused + Counter(calls=tally.cases, failures=bool(tally.failure))
     for name, count in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
         columns = ("calls", SMALL_WORKSPACE, EXCLUSIVE, "failures")
         print(f"{name}: {', '.join(f'{column}: {count[column]}' for column in columns)}", flush=True)
@@ -207,17 +184,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = harness.argument_parser(__doc__)
     parser.add_argument("--cases", type=int, default=6000, help="Over all operations, backends and numbers of ranks.")
     parser.add_argument("--seconds", type=float, default=math.inf, help="Time limit; each setting has an equal share.")
-    parser.add_argument("--seed", type=int, default=0, help="Of the first team; each has its own.")
+    parser.add_argument("--seed", type=int, default=0, help="Of the first search.")
     parser.add_argument("--operations", default=",".join(OPERATIONS), help="Comma-separated.")
     parser.add_argument("--repeat", help="One case, as a failure prints it; None: a search.")
     return parser.parse_args()
 
 
-def repeat(text: str, team: Team) -> bool:
+def repeat(text: str, groups: Groups, device: torch.device) -> bool:
     """Run a printed case; whether it fails."""
     backend, _, arguments = text.partition(": ")
     try:
-        found = shared_verdict(eval(arguments), backend, team)
+        found = shared_verdict(eval(arguments), backend, groups, device)
     except Failed as failed:
         found = str(failed)
     if dist.get_rank() == 0:
@@ -229,30 +206,26 @@ def main() -> None:
     arguments = parse_arguments()
     device = device_of_rank(arguments.device)
     harness.start(device)
-    world_size = dist.get_world_size()
-    size = max(size for size in range(1, MOST_RANKS + 1) if world_size % size == 0)
-    num_teams = world_size // size
-    team = make_team(size, device)
+    size, groups = dist.get_world_size(), make_groups()
     if arguments.repeat:
-        harness.end(repeat(arguments.repeat, team))
+        harness.end(repeat(arguments.repeat, groups, device))
     choices = arguments.operations.split(","), harness.available_backends(), range(1, size + 1)
     settings = [Setting(*chosen) for chosen in product(*choices)]
-    cases = -(-arguments.cases // len(settings) // num_teams)
-    tallies, started = [], time.monotonic()
+    tallies, started = {}, time.monotonic()
     for number, setting in enumerate(settings):
-        if dist.get_rank() != team.first:
-            follow(setting, team)
+        run = partial(shared_verdict, backend=setting.backend, groups=groups, device=device)
+        if dist.get_rank() > 0:
+            follow(run)
             continue
         deadline = started + arguments.seconds * (number + 1) / len(settings)
-        tally = search(setting, team, cases, deadline, arguments.seed + len(settings) * team.first + number)
-        tallies.append(tally)
+        tally = search(setting, run, -(-arguments.cases // len(settings)), deadline, arguments.seed + number)
+        tallies[setting] = tally
         print(f"{', '.join(map(str, setting))} ranks: {tally.cases} cases {tally.failure}", flush=True)
-    everyone: list[list[Tally]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, tallies)
-    found = everyone[::size]
     if dist.get_rank() == 0:
-        print_summary(settings, found)
-    harness.end(any(tally.failure for tallies in found for tally in tallies))
+        print_summary(tallies)
+    failed = [any(tally.failure for tally in tallies.values())]
+    dist.broadcast_object_list(failed)
+    harness.end(failed[0])
 
 
 if __name__ == "__main__":
