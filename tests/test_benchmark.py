@@ -26,37 +26,6 @@ def test_error_sees_a_head_that_is_one_percent_off():
     assert wrong["logprobs_max_error"] == pytest.approx(0.01 * expected["logprobs"].abs().max().item(), rel=1e-3)
 
 
-def test_times_count_repeats_and_the_call(monkeypatch):
-    calls = []
-    clock = iter(range(10_000))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock) / 1e3)  # a call takes a millisecond
-    timed = measure.Timed(lambda: calls.append(1), CPU)
-    timed.warm_up()
-    times = timed.round(budget_ms=7)
-    assert times["time_ms"] == pytest.approx(1.0)
-    assert times["repeats"] == 7
-    assert len(calls) == 10  # one that compiles, one for the memory, one to learn how long a call takes
-
-
-def test_ratios_are_to_the_products_of_the_same_shape():
-    document = {"products": [], "times": []}
-    for logits_ms in (1.0, 3.0):  # before and after the providers
-        document["products"].append(
-            {"shape": "a", "status": "ok", "logits_ms": [logits_ms], "grad_hidden_ms": [3.0], "grad_weight_ms": [5.0]}
-        )
-    document["times"] = [
-        {"shape": "a", "status": "ok", "mode": "fwd", "time_ms": 4.0},
-        {"shape": "a", "status": "ok", "mode": "rl", "time_ms": 24.0},
-        {"shape": "b", "status": "ok", "mode": "rl", "time_ms": 24.0},
-    ]
-    results.add_ratios(document)
-    forward, step, elsewhere = document["times"]
-    assert forward["over_products"] == pytest.approx(2.0)
-    assert step["over_products"] == pytest.approx(2.4)
-    assert step["over_products_recomputed"] == pytest.approx(2.0)
-    assert "over_products" not in elsewhere
-
-
 def test_a_run_records_what_failed_and_what_is_missing_and_goes_on(tmp_path, monkeypatch, capsys):
     def failing(*arguments):
         raise RuntimeError("no such kernel")

@@ -53,6 +53,7 @@ IDS = [
 ]
 
 
+LOW_SOFTCAPS = [(0.5, 1.0), (0.5, 30.0), (239.0, 30.0)]  # and temperatures
 BLOCKS = {"torch": 110_000, "triton": 170_000}
 LOSS = {"operation": "linear_token_loss"}
 MASKED = {"shape": (70, 2), "hidden_size": 64, "shards": (300,), "ignored": 0.4}
@@ -68,6 +69,18 @@ TOKEN_LOSSES = [
     # Where 16-bit products are wider than a row and fp32 ones are not, the sum of the weight's gradient has to fit.
     *each("loss, H=1", **LOSS, shape=(5,), hidden_size=1, shards=(40,)),
     *each("loss, H=13", **LOSS, shape=(5,), hidden_size=13, shards=(40,)),
+    *(
+        case(
+            f"loss, bf16, softcap {softcap} / {temperature}",
+            **LOSS,
+            shape=(60,),
+            shards=(600,),
+            dtype=BF16,
+            softcap=softcap,
+            temperature=temperature,
+        )
+        for softcap, temperature in (*LOW_SOFTCAPS, (30.0, SOMEWHERE[0]))
+    ),
     case("loss of candidates", **LOSS, **MASKED, candidates=5),
     case("loss of candidates, bf16", **LOSS, **MASKED, candidates=5, dtype=BF16, workspace_bytes=200_000),
     case("loss of candidates, skipped", **LOSS, **MASKED, candidates=5, dtype=BF16, skip_ignored=True),
@@ -173,6 +186,11 @@ KEPT_FORMS = [
     {"softcap": 4.0, "temperature": 0.5},
     {"vocab_size": 590, "telemetry": True},
     {"softcap": 30.0, "temperature": 0.3, "telemetry": True},  # most exponentials are 0
+    # The slope 1 - tanh^2 of cached exponentials was 4.6 % off at softcap 0.5, and 140 % at temperature 30.
+    *(
+        {"softcap": softcap, "temperature": temperature}
+        for softcap, temperature in ((0.5, 1.0), (0.5, 30.0), (239.0, 30.0))
+    ),
 ]
 OF_CACHES = [
     case(f"{n} bytes, {form}", dtype=dtype, shape=(100,), shards=(600,), logits_cache_bytes=n, **SOME, **form)
@@ -217,6 +235,8 @@ BOTH_HEADS = {"student_logits_scale": 1.5, "student_softcap": 2.0}
 BOTH_HEADS |= {"teacher_logits_scale": -0.5, "teacher_softcap": 5.0}
 STUDENT, KNOWN = {"return_student": True, **SOME}, {"weighted": True}
 IN_BLOCKS = {"workspace_bytes": 200_000}
+KNOWN_BLOCKS = {**KNOWN, **SOME, **PER_TOKEN, "workspace_bytes": 100_000}
+OF_FP32 = KNOWN_BLOCKS | {"teacher_dtype": FP32}
 WIDE_VOCABULARY = (5, 2), 24, 40, 2000
 SETS = [kinds for number in (1, 2, 4) for kinds in itertools.combinations(KINDS, number)]
 CAPPED = {"student_softcap": 3.0, "teacher_softcap": 3.0}
@@ -261,6 +281,10 @@ OF_JSD = [
     *jsd("all kinds", (7, 3), 24, 40, 300, kinds=KINDS, **SOME, **PER_TOKEN),
     *jsd("all kinds, bf16", (9,), 24, 40, 130, BF16, (0.5,), kinds=KINDS, **BOTH_HEADS, **PER_TOKEN),
     *jsd("all kinds, known weights", (70,), 24, 40, 130, kinds=KINDS, **KNOWN, **STUDENT),
+    *jsd("known weights, blocks, softcap", (75, 2), 24, 16, 90, BF16, **KNOWN_BLOCKS, student_softcap=3.0),
+    *jsd("known weights, blocks, scale", (75, 2), 24, 16, 90, BF16, (1,), **KNOWN_BLOCKS, student_logits_scale=0.7),
+    *jsd("known weights, an fp32 teacher", (75, 2), 24, 16, 90, BF16, (0,), **OF_FP32, **SKIPPED, vocab_size=70),
+    *jsd("known weights, a bf16 teacher", (75, 2), 24, 16, 90, betas=(0.5,), teacher_dtype=BF16, **KNOWN_BLOCKS),
     *jsd("all kinds, known weights, blocks", (300,), 24, 16, 90, BF16, (0.3,), kinds=KINDS, **KNOWN, **IN_BLOCKS),
     *jsd("tv", (33,), 24, 40, 130, betas=(0.5,), kinds=("tv",), temperature=0.5, vocab_size=37),
     *jsd("tv, skipped, the student's", (33,), 24, 40, 130, BF16, (0.5,), kinds=("tv",), **STUDENT, **SKIPPED),

@@ -176,14 +176,11 @@ def test_an_estimate_of_a_public_model(capsys):
     [
         ("--hidden 64", "--model, --config, or both --hidden and --vocab must be given"),
         ("--model Llama-3-70B", "unknown model 'Llama-3-70B'; did you mean Llama-3.1-70B[?]"),
-        ("--model meta/Llama-3.1-8B", "unknown model 'meta/Llama-3.1-8B'; did you mean Llama-3.1-8B[?]"),
         ("--model made-up", "--model: unknown model 'made-up'; use --hidden and --vocab"),
         ("--model qwen3-8b --hidden 64", "--hidden must not be given beside --model or --config, got 64"),
         ("--hidden 100 --vocab 64", "--hidden must be a multiple of 8 for an estimate, got 100"),
         ("--hidden 64 --vocab 0", "--vocab: must be a whole number such as 8192, 8,192 or 8k, at least 1, got 0"),
         ("--hidden 64 --vocab 64 --tokens 8q", "--tokens: must be a whole number such as .*, at least 1, got 8q"),
-        ("--hidden 64 --vocab 64 --tokens 0k", "--tokens: must be a whole number such as .*, at least 1, got 0k"),
-        ("--hidden 64 --vocab 6,40", "--vocab: must be a whole number such as .*, at least 1, got 6,40"),
         (
             "--hidden 64 --max-tokens 8",
             "megatron-lce estimate: error: unknown option --max-tokens; did you mean --tokens[?]",
@@ -193,11 +190,8 @@ def test_an_estimate_of_a_public_model(capsys):
             "--hidden 64 --vocab 64 --tokens 10 --tp 8 --sequence-parallel",
             "--tokens must be a multiple of --tp 8 with --sequence-parallel, got 10",
         ),
-        ("--hidden 64 --vocab 64 --tp 0", "--tp: must be a whole number such as .*, at least 1, got 0"),
         ("--hidden 64 --vocab 64 --ignored 60", "--ignored: must be a share, at least 0 and below 1, got 60"),
-        ("--hidden 64 --vocab 64 --ignored 1.0", "--ignored: must be a share, at least 0 and below 1, got 1.0"),
         ("--hidden 64 --vocab 64 --tp 3", "--vocab must be a multiple of --tp 3, got 64; Megatron pads it to 384$"),
-        ("--model Qwen3-8B --tp 3", "--vocab must be a multiple of --tp 3, got 151936; Megatron pads it to 152064$"),
         (
             "--hidden 4096 --vocab 64000 --workspace-mib 1",
             "--workspace-mib 1: workspace_bytes must be at least 4194816",

@@ -169,7 +169,7 @@ def test_by_default_all_logits_of_4_h_computed_tokens_are_kept(tokens, keeps, de
     ],
 )
 def test_a_low_softcap_keeps_nothing(temperature, softcap, keeps, device):
-    """The slope 1 - tanh^2 of cached exponentials was 4.6 % off at softcap 0.5, and 140 % at temperature 30."""
+    """Its gradients, and those that need no cache: test_cases.py."""
     problem = make_problem(60, 24, 600, device, BF16, logit_std=1.0)
     problem.weight.requires_grad_()
     if temperature == "each":
@@ -180,14 +180,3 @@ def test_a_low_softcap_keeps_nothing(temperature, softcap, keeps, device):
         return kept_bytes(lambda: megatron_lce.linear_cross_entropy(*problem[:3], backend="triton", **keywords))
 
     assert (kept(2**30) > kept(0)) == keeps
-    problem = problem._replace(weight=problem.weight.detach())
-    problem.check("triton", temperature=temperature, softcap=softcap)
-    losses = megatron_lce.linear_token_loss
-    keywords = {"temperature": temperature, "softcap": softcap}
-    hidden, weight = (tensor.detach().clone().requires_grad_() for tensor in problem[:2])
-    result = losses(hidden, weight, problem.labels, lambda out: -out.logprobs, backend="triton", **keywords)
-    gradients = torch.autograd.grad(result.loss, (hidden, weight))
-    plain = problem._replace(upstream=Upstream(-torch.ones(60, device=device)))
-    expected = oracle(*plain, entropy=False, **keywords)
-    actual = expected._replace(grad_hidden=gradients[0], grad_weight=gradients[1])
-    assert_within(comparisons(actual, expected, *plain, entropy=False, **keywords))

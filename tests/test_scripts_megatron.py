@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import megatron_lce
-from scripts import megatron_layers, megatron_runtime, sft_data, sorting_task, train_grpo, train_sft, training
+from scripts import megatron_runtime, sft_data, sorting_task, train_grpo, train_sft, training
 from scripts.materialised_head import logprobs_and_entropy
 from scripts.megatron_layers import SdpaAttention
 from scripts.rollout import sample
@@ -22,14 +22,6 @@ def megatron():
     device = megatron_runtime.initialize(device="cpu")
     yield device
     megatron_runtime.teardown()
-
-
-def test_layers_that_are_not_installed_are_refused(megatron, monkeypatch):
-    monkeypatch.setattr(megatron_layers, "HAVE_TE", False)
-    with pytest.raises(ModuleNotFoundError, match="transformer_impl is 'transformer_engine', which is not installed"):
-        megatron_runtime.build_gpt(megatron_runtime.GptOptions(transformer_impl="transformer_engine"))
-    with pytest.raises(ValueError, match="transformer_impl must be one of local, transformer_engine, got 'te'"):
-        megatron_runtime.build_gpt(megatron_runtime.GptOptions(transformer_impl="te"))
 
 
 def test_packed_sequences_do_not_see_each_other(megatron):

@@ -158,19 +158,6 @@ def test_torchs_call_takes_dtensors(mesh, label_smoothing):
     assert torch.equal(loss, expected)
 
 
-def test_labels_under_sequence_parallel_are_the_whole_sequence():
-    def check(labels):
-        options = Options(sequence_parallel=True)
-        hidden, weight = zeros(3, 2, 8), zeros(20, 8)
-        shape = validation.check_head(hidden, weight, shards=4)
-        together.Checks("", hidden, weight, labels, options, 4, together.NAMES, shape).rest()
-
-    check(zeros(12, 2, **LONG))
-    expected = r"labels must have hidden's shape without H gathered over 4 sequence-parallel ranks, \(12, 2\), "
-    with pytest.raises(ValueError, match=expected + r"got \(3, 2\) for hidden \(3, 2, 8\)"):
-        check(zeros(3, 2, **LONG))
-
-
 def test_sequence_parallel_needs_a_sequence():
     with pytest.raises(ValueError, match=r"hidden must be \[s/tp, \.\.\., H\] under sequence_parallel, got one dim"):
         validation.check_head(zeros(8), zeros(20, 8), shards=2)

@@ -144,18 +144,6 @@ def test_a_head_whose_weight_changed_or_was_freed_since_is_refused(untied, tenso
         assert_refused(RuntimeError, f"the LM head's weight was {message}", head.linear_cross_entropy, labels)
 
 
-def test_what_a_captured_head_says_of_itself(untied, device, tensors):
-    with capture_lm_head(untied) as head:
-        assert repr(head) == "CapturedHead(nothing captured: no forward pass has reached the head)"
-        with torch.no_grad():
-            untied(*tensors)
-    name = "triton" if device.type == "cuda" else "torch"
-    assert repr(head) == (
-        f"CapturedHead(hidden [23, 3, 32], weight [104, 32], torch.float32 on {head.hidden.device}, "
-        f"tensor-parallel size 1, no graph, backend: {name})"
-    )
-
-
 @pytest.mark.filterwarnings("error:fused linear cross-entropy")
 def test_a_stage_without_a_head(untied, tensors, labels):
     untied.post_process = False

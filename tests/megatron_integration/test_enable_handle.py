@@ -66,19 +66,6 @@ def test_a_call_that_is_refused_leaves_the_loss_as_it_was(untied):
     assert handle.enabled
 
 
-def test_what_a_handle_says_of_itself(untied):
-    handle = enable(untied, vocab_size=96)
-    assert repr(handle) == (
-        "FusedLinearCE(enabled, backend: torch, logits_cache_bytes=None, workspace_bytes=536870912, vocab_size=96)"
-    )
-    with capture_lm_head(untied):
-        assert repr(handle) == "FusedLinearCE(not enabled: a capture of the model is open)"
-    assert repr(enable(untied, use_fused_linear_ce=False)) == "FusedLinearCE(not enabled: use_fused_linear_ce is False)"
-    untied.output_layer.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
-    with pytest.warns(UserWarning, match="not used"):
-        assert repr(enable(untied)) == "FusedLinearCE(not enabled: output_layer has a bias)"
-
-
 def test_a_capture_is_closed_first(untied, tensors, labels):
     before = state(untied)
     expected = untied(*tensors, labels=labels)
