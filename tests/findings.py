@@ -29,6 +29,13 @@ class Asserted:
         assert passed, f"{name}: {detail}"
 
 
+class Noted(list[str]):
+    """What is wrong on this rank, which goes on."""
+
+    def check(self, name: str, passed: bool, detail: str = "") -> None:
+        self += [] if passed else [f"{name}: {detail}"]
+
+
 def title(share: Share, name: str) -> str:
     return f"{share.ranks.backend}: {share.case.name}: {name}" if share.case.name else name
 

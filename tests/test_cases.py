@@ -184,13 +184,11 @@ OF_CANDIDATES = [
 KEPT_FORMS = [
     {},
     {"softcap": 4.0, "temperature": 0.5},
+    {"softcap": 5.0, "telemetry": True, "hidden_size": 13, "workspace_bytes": 26_000},  # copies of some columns
     {"vocab_size": 590, "telemetry": True},
     {"softcap": 30.0, "temperature": 0.3, "telemetry": True},  # most exponentials are 0
     # The slope 1 - tanh^2 of cached exponentials was 4.6 % off at softcap 0.5, and 140 % at temperature 30.
-    *(
-        {"softcap": softcap, "temperature": temperature}
-        for softcap, temperature in ((0.5, 1.0), (0.5, 30.0), (239.0, 30.0))
-    ),
+    *({"softcap": softcap, "temperature": temperature} for softcap, temperature in LOW_SOFTCAPS),
 ]
 OF_CACHES = [
     case(f"{n} bytes, {form}", dtype=dtype, shape=(100,), shards=(600,), logits_cache_bytes=n, **SOME, **form)

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_lce import compat
 from tests.problems import logits_of, make_problem, with_gradients
@@ -76,19 +75,6 @@ def test_mean_in_bf16_is_rounded_once(label_smoothing, device):
 def test_every_keyword_of_torch_is_known():
     ours = inspect.signature(compat.torch_linear_cross_entropy).parameters
     assert set(inspect.signature(torch_lce).parameters) <= set(ours)
-
-
-def test_label_smoothing_on_a_group_of_one_has_no_collective(device, monkeypatch):
-    for name in ("all_reduce", "all_gather", "all_gather_into_tensor"):
-        monkeypatch.setattr(dist, name, None)
-    hidden, weight, labels = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device), torch.tensor([0, 4, 2])
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        arguments = hidden, weight, labels.to(device)
-        of_group = compat.torch_linear_cross_entropy(*arguments, label_smoothing=0.1, tp_group=dist.group.WORLD)
-        assert of_group == compat.torch_linear_cross_entropy(*arguments, label_smoothing=0.1)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("skip_ignored", [True, 5])

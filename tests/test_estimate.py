@@ -1,7 +1,6 @@
 """Estimated memory against measured memory: of committed GPU runs, and of a GPU at hand."""
 
 import gc
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +23,6 @@ from megatron_lce.command.estimate import (
     megatron,
     ours,
     per_token_cost,
-    verdict,
 )
 from megatron_lce.core.statistics import row_counts
 from tests.problems import make_problem
@@ -197,21 +195,3 @@ def test_the_default_keeps_up_to_4_h_tokens_and_knows_a_mean_loss():
     longer = replace(step, tokens=4104)
     assert ours(longer) == known_loss(longer)
     assert ours(replace(longer, entropy=True)) == per_token_cost(replace(longer, entropy=True))
-
-
-@pytest.mark.parametrize(
-    ("step", "told"),
-    [
-        (
-            HeadStep(16384, 4096, 75968, tp=2, sequence_parallel=True),
-            r"falls from [\d,]+ MiB \(.*\) to [\d,]+ \(megatron-lce\)\.$",
-        ),
-        (HeadStep(65536, 4096, 75968, tp=2), "with 4 matmuls instead of 3"),
-        (HeadStep(8192, 4096, 37984, tp=4), "matters little"),
-        (HeadStep(1024, 4096, 1024, tp=8), "No memory is saved"),
-        (HeadStep(8192, 2048, 65536, dtype="fp32"), r"MiB \(Megatron\) to"),
-        (HeadStep(8192, 4096, 75968, ignored=0.6), r"masked and skipped\), with 1.2 matmuls instead of 3"),
-    ],
-)
-def test_the_verdict(step, told):
-    assert re.search(told, verdict(estimate_table(step)))

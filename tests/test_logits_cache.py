@@ -59,13 +59,6 @@ def test_what_lies_behind_a_row_is_zero(device):
     assert (behind == 0).all()
 
 
-def test_nothing_is_kept_under_a_softcap_with_a_mean(device):
-    """With copies of hidden and weight, some columns at a time."""
-    problem = make_problem(100, 13, 600, device, BF16)
-    only_here = {"logits_cache_bytes": 2**30, "workspace_bytes": 26_000}
-    problem.check("triton", only_here=only_here, softcap=5.0, telemetry=True)
-
-
 def test_a_cache_on_peaked_rows(device):
     """p(label) > 0.99: 1 - p must come from the exact logprob, not from a 16-bit exponential."""
     problem = make_problem(100, 32, 600, device, BF16, logit_std=1.0)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 import megatron_lce
 from tests.jsd_oracle import jsd_of_products
-from tests.problems import make_problem
 
 KINDS, TAILS = ("forward", "reverse", "jsd"), ("drop", "bin", "renormalise")
 
@@ -87,27 +86,3 @@ def test_an_id_that_the_student_forbids(kind, tail):
     (value, grad), (of_hardly, grad_of_hardly) = results
     torch.testing.assert_close(value, torch.full_like(value, torch.inf) if kind == "forward" else of_hardly)
     torch.testing.assert_close(grad, grad_of_hardly, rtol=1e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_ignored_tokens_of_the_recipe(tail, backend, device):
-    """Masked, they count 0 and get no gradient; `linear_token_loss` leaves them out by itself."""
-    teacher, problem = (make_problem(7, 16, 60, device, seed=seed) for seed in (1, 2))
-    labels = problem.labels.clone()
-    labels[2:4] = -100
-    top = megatron_lce.linear_topk(teacher.hidden, teacher.weight, 8, backend=backend)
-    hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
-    keywords = {"candidates": top.ids, "entropy": False, "backend": backend}
-    out = megatron_lce.linear_cross_entropy(hidden, weight, labels, **keywords)
-    loss = megatron_lce.topk_divergence(out.candidate_logprobs, top.logprobs, "reverse", tail=tail)
-    loss = loss.masked_fill(labels == -100, 0.0)
-    loss.sum().backward()
-    assert not loss[2:4].any()
-    assert not hidden.grad[2:4].any()
-    assert hidden.grad[labels != -100].any(dim=1).all()
-
-    def of_tokens(out, teacher):
-        return megatron_lce.topk_divergence(out.candidate_logprobs, teacher, "reverse", tail=tail)
-
-    known = megatron_lce.linear_token_loss(*problem[:2], labels, of_tokens, top.logprobs, **keywords)
-    torch.testing.assert_close(known.loss, loss.detach().sum())

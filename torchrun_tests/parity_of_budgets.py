@@ -1,6 +1,5 @@
 """That an error as large as what four ranks' 16-bit sums may add is found, wherever it comes from."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,18 +15,9 @@ from megatron_lce.core import collectives
 from megatron_lce.core.collectives import Pending
 from tests.cases import BF16, Ranks, case
 from tests.checks import check_case
+from tests.findings import Noted
 
 PLANTED = 4.3e-3  # of hidden's gradient, norm over norm, as NCCL's sum over four ranks was seen to be off
-
-
-class Noted:
-    """What would have failed."""
-
-    def __init__(self) -> None:
-        self.failures: list[str] = []
-
-    def check(self, name: str, passed: bool, detail: str = "") -> None:
-        self.failures += [] if passed else [name]
 
 
 def with_error(grad: Tensor) -> Tensor:
@@ -35,20 +25,14 @@ def with_error(grad: Tensor) -> Tensor:
     return grad + noise * (PLANTED * grad.norm() / noise.norm())
 
 
-class Planted(torch.autograd.Function):
-    """Leaves its input as it is, and adds an error to its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return with_error(grad)
-
-
 def in_the_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda hidden, *others, **keywords: function(Planted.apply(hidden), *others, **keywords)
+    def planted(hidden: Tensor, *others: Any, **keywords: Any) -> Any:
+        hidden = hidden.view_as(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(with_error)
+        return function(hidden, *others, **keywords)
+
+    return planted
 
 
 def in_the_sum(function: Callable[..., Pending]) -> Callable[..., Pending]:
@@ -61,22 +45,19 @@ def in_the_sum(function: Callable[..., Pending]) -> Callable[..., Pending]:
 
 def run_planted_errors(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """In the gradient, on each rank and after the sum alike, and in the sum alone."""
-    linear_cross_entropy = in_the_gradient(megatron_lce.linear_cross_entropy)
-    sums = {name: in_the_sum(getattr(collectives, name)) for name in ("all_reduce_async", "reduce_scatter_async")}
+    names = "all_reduce_async", "reduce_scatter_async"
     places: dict[str, tuple[Any, dict[str, Any]]] = {
-        "nowhere": (megatron_lce, {}),
-        "in the gradient": (megatron_lce, {"linear_cross_entropy": linear_cross_entropy}),
-        "in the sum": (collectives, sums),
+        "nowhere": (collectives, {"dist": dist}),
+        "in the gradient": (megatron_lce, {"linear_cross_entropy": in_the_gradient(megatron_lce.linear_cross_entropy)}),
+        "in the sum": (collectives, {name: in_the_sum(getattr(collectives, name)) for name in names}),
     }
     for place, (module, patches) in places.items():
         for keywords in ({}, {"sequence_parallel": True}):
             one = case("planted", shards=lambda ranks: [300] * ranks, dtype=BF16, fp32_weight=True, **keywords)
             noted = Noted()
-            with contextlib.ExitStack() as patched:
-                for name, planted in patches.items():
-                    patched.enter_context(mock.patch.object(module, name, planted))
+            with mock.patch.multiple(module, **patches):
                 check_case(one, Ranks("torch", group, device), noted)
             everywhere: list[list[str]] = [[]] * dist.get_world_size(group)
-            dist.all_gather_object(everywhere, noted.failures, group=group)
+            dist.all_gather_object(everywhere, [*noted], group=group)
             found = sorted({name for of_rank in everywhere for name in of_rank})
             report.check(f"an error {place}, {keywords}", bool(found) == (place != "nowhere"), "; ".join(found))

@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 from scripts.ranks import device_of_rank
 from tests.cases import Case, Ranks
 from tests.checks import check_case
+from tests.findings import Noted
 
 Groups = dict[tuple[int, ...], ProcessGroup | None]
 Run = Callable[[Case], str]
@@ -45,14 +46,6 @@ class Setting(NamedTuple):
     operation: str
     backend: str
     ranks: int
-
-
-class Findings(list[str]):
-    """What is wrong on this rank."""
-
-    def check(self, name: str, passed: bool, detail: str = "") -> None:
-        if not passed:
-            self.append(f"{name}: {detail}")
 
 
 @dataclass
@@ -74,7 +67,7 @@ class OutOfTime(BaseException):
 
 def verdict(case: Case, ranks: Ranks) -> tuple[str, str]:
     """("right" or "wrong", or why it is refused; what is wrong) on this rank."""
-    findings = Findings()
+    findings = Noted()
     try:
         was_small = check_case(case, ranks, findings, fuzz_cases.rounding)
     except Exception as error:  # whatever it is, the operation is not to raise it
