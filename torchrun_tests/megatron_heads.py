@@ -23,38 +23,6 @@ from tests.jsd_oracle import jsd_of_products
 COLD = 0.1  # so small that the divergence of two models is not
 
 
-def check_capture(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """Divergence of the captured head from a teacher's against that of Megatron's own logits."""
-    batch = cases.microbatches(case, device)[0]
-    inputs, labels = (batch["tokens"], batch["positions"], None), batch["labels"].clamp(min=-1)
-    teacher = cases.build(dataclasses.replace(case, hidden_size=48), device)[0]
-
-    def of_head(chunks: list[nn.Module]) -> Tensor:
-        with capture_lm_head(chunks) as head:
-            returned = chunks[0](*inputs)
-        report.check(f"{case.name}: capture returns no logits", returned.numel() == 0, str(tuple(returned.shape)))
-        with torch.no_grad(), capture_lm_head(teacher) as teacher_head:
-            teacher(*inputs)
-        return head.linear_jsd(teacher_head, labels=labels, ignore_index=-1, temperature=COLD)
-
-    def of_logits(chunks: list[nn.Module]) -> Tensor:
-        logits = chunks[0](*inputs, runtime_gather_output=True)
-        with torch.no_grad():
-            teacher_logits = teacher(*inputs, runtime_gather_output=True)
-        return jsd_of_products(logits.double() / COLD, teacher_logits.double() / COLD, labels=labels, ignore_index=-1)
-
-    steps = []
-    for divergence in (of_logits, of_head):
-        chunks = cases.build(case, device)
-        if case.main_grad and divergence is of_head:
-            cases.set_main_grad_fusion(chunks)
-        losses = divergence(chunks)
-        (losses * torch.arange(labels.numel(), device=device).view_as(labels).cos()).sum().backward()
-        finalize_model_grads(chunks)  # as Megatron's schedules end
-        steps.append(({"divergence": losses.detach()}, cases.gradients(chunks)))
-    compare_step(report, f"{case.name}: captured", steps[1], steps[0])
-
-
 def check_mtp_capture(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """Two MTP heads taught by the main head, whose rows may lie on another rank, against Megatron's own logits."""
     batch = cases.microbatches(case, device)[0]

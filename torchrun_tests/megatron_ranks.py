@@ -1,4 +1,4 @@
-"""What holds on one rank of a group is everybody's: reasons against fusing, a hook's use of logits; and the group."""
+"""What holds on one rank of a group is everybody's: reasons against fusing, wrong arguments; and the group."""
 
 import dataclasses
 import functools
@@ -67,38 +67,6 @@ def check_later_steps(case: cases.Case, device: torch.device, report: harness.Re
             if not case.masked:  # the model gets no mask
                 batch["labels"] = batch["labels"].where(batch["loss_mask"] != 0, -100)
     report.check(f"{case.name}: later steps exchange no arguments", counts[1:] == [0, 0], f"{counts} exchanges")
-
-
-# What a hook of one rank may want of the logits of its shard.
-USES: dict[str, Callable[[Tensor], object]] = {
-    "read": lambda logits: logits.square().sum(),
-    "hooked": lambda logits: logits.register_hook(lambda grad: 3 * grad),
-    "changed through data": lambda logits: logits.data.mul_(0.5),
-}
-
-
-def check_refusal_on_one_rank(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """Logits that one rank's code reads: that rank raises before the loss's collectives.
-
-    The other ranks would wait for it there, so that here they stop in front of the loss as well.
-    """
-    batch = cases.microbatches(case, device)[0]
-    given = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
-    chunks = cases.build(case, device)
-    enable_fused_linear_ce(chunks)
-    model = find_language_model(chunks)
-    first = parallel_state.get_tensor_model_parallel_rank() == 0
-    expected = "the logits of an enabled model are not computed" if first else "the other rank"
-    for name, use in USES.items():
-
-        def loss(labels: Tensor, logits: Tensor, use: Callable[[Tensor], object] = use) -> None:
-            if first:
-                use(logits)
-            raise RuntimeError("the other rank")
-
-        model.compute_language_model_loss = loss
-        call = functools.partial(chunks[0], batch["tokens"], batch["positions"], None, **given)
-        report.refused(f"{case.name}: logits {name} on one rank", call, expected)
 
 
 def check_arguments_of_one_rank(case: cases.Case, device: torch.device, report: harness.Report) -> None:

@@ -21,13 +21,12 @@ import torch
 from megatron.core import parallel_state, process_groups_config
 from megatron.core.transformer import TransformerConfig
 from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, MEGATRONS, MODEL, check_fsdp, check_fsdp_errors
-from megatron_heads import check_capture, check_compat, check_logits, check_mtp_capture
+from megatron_heads import check_compat, check_logits, check_mtp_capture
 from megatron_ranks import (
     check_arguments_of_one_rank,
     check_later_steps,
     check_own_groups,
     check_reasons_of_one_rank,
-    check_refusal_on_one_rank,
 )
 from megatron_training import (
     LOSS_OF_HEAD,
@@ -121,12 +120,10 @@ def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
         (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in IN_FP16]),
         (check_loss_terms, [plain[1], LOSS_TERMS]),
         (check_weighted_loss, [cases.Case(known=True), cases.Case(sequence_parallel=True, known=True)]),
-        (check_capture, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
         (check_mtp_capture, MTP_CAPTURE_CASES),
         (check_logits, plain),
         (check_compat, [cases.Case()]),
         (check_reasons_of_one_rank, [cases.Case(), cases.Case(pipeline=True)]),
-        (check_refusal_on_one_rank, plain),
         (check_arguments_of_one_rank, plain),
         (check_later_steps, [cases.Case(known=True), LOSS_TERMS]),
         *((functools.partial(check_fsdp, sharding), [case]) for sharding, case in of_fsdp),
