@@ -83,7 +83,7 @@ $(MEGATRON)/%/megatron: $(INSTALLED)
 TORCH_AND_TRITON := 2.15.0-3.9.0 2.11.0-3.6.0
 TORCH := $(VENV)/torch
 TORCH_TESTS := $(addprefix tests/test_,$(addsuffix .py,autograd cases compiled compiled_ahead cross_entropy \
-	cuda_graphs every_operation jsd logits_at logits_cache precision skipped_rows support_logprobs token_loss topk))
+	cuda_graphs every_operation jsd logits_cache precision skipped_rows support_logprobs token_loss topk))
 
 $(TORCH)/%/.installed:
 	$(PYTHON) -m venv --clear $(@D)

@@ -1,7 +1,4 @@
-"""The training programs at TP=2 with the flag on and off, and the mean over data-parallel ranks.
-
-Started on ranks, this file is the program that takes one data-parallel step and saves the weights.
-"""
+"""The training programs at TP=2 with the flag on and off; started on ranks, this file takes one data-parallel step."""
 
 import json
 import sys
@@ -13,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core")
+pytest.importorskip("rich")
 
 from megatron.core import parallel_state
 
@@ -86,6 +84,46 @@ def _one_step(device: torch.device, path: str) -> None:
     training.train_step(model, optimizer, partial(train_sft.forward_step, device=device), iter(mine), len(mine))
     if torch.distributed.get_rank() == 0:
         torch.save({name: parameter.detach().cpu() for name, parameter in model.named_parameters()}, path)
+
+
+def test_distillation_is_the_same_with_the_flag_on(tmp_path):
+    prepare_few_examples(tmp_path)
+    options = "--beta 0.3 --temperature 2 --sequence-parallel --teacher-steps 4 --steps 6 --held-out-rows 2"
+    sizes = f"--vocab-size {VOCAB_SIZE} --row-length 256 --hidden-size 64 --student-hidden-size 32"
+    off, on = both("train_distill", tmp_path, *options.split(), *sizes.split())
+    assert on["teacher_losses"] == pytest.approx(off["teacher_losses"], abs=1e-5)
+    assert on["losses"] == pytest.approx(off["losses"], abs=1e-5)
+    assert on["losses"][-1] < 0.9 * on["losses"][0]
+    assert on["student_cross_entropies"][-1][1] < on["student_cross_entropies"][0][1]
+    # A top-k of the whole vocabulary is the vocabulary.
+    topk = ("--topk", str(VOCAB_SIZE), "--tail", "drop", "--report", "topk.json", "--out", str(tmp_path))
+    run_ranks(2, "scripts.train_distill", "--tp", 2, "--device", "cpu", *topk, *options.split(), *sizes.split())
+    assert json.loads((tmp_path / "topk.json").read_text())["losses"] == pytest.approx(on["losses"], abs=1e-5)
+    assert (tmp_path / "use.png").stat().st_size > 10_000
+
+
+def run(program, folder, options):
+    prepare_few_examples(folder)
+    sizes = f"--tp 2 --sequence-parallel --device cpu --vocab-size {VOCAB_SIZE} --row-length 256 --hidden-size 64"
+    run_ranks(2, f"scripts.{program}", *sizes.split(), "--out", folder, "--report", "report.json", *options.split())
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_the_student_learns_from_what_it_sampled(tmp_path):
+    options = "--on-policy --beta 1 --teacher-steps 6 --steps 8 --held-out-rows 1 --prompts 4 --lr 1e-2"
+    report = run("train_distill", tmp_path, options + " --prompt-length 8 --sampled-tokens 8 --student-hidden-size 32")
+    losses = report["losses"]
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+
+
+def test_mtp_heads_learn_from_each_loss(tmp_path):
+    report = run("train_mtp", tmp_path, "--teacher-steps 40 --teacher-lr 1e-2 --steps 10 --held-out-rows 2")
+    assert report["acceptance"].keys() == {"cross-entropy", "LK", "total variation"}
+    for name, curve in report["acceptance"].items():
+        assert [steps for steps, _ in curve] == [*range(10), 10]
+        assert all(0 < rate < 1 for _, rates in curve for rate in rates)
+        assert min(curve[-1][1]) > max(curve[0][1]), name
+    assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
 if __name__ == "__main__":
