@@ -42,14 +42,11 @@ OF_JSD = [
     ({"teacher_weight": zeros(9, 12)}, ValueError, "teacher_weight must hold as many rows of the vocabulary as"),
     ({"teacher_hidden": zeros(3, 2, 12)}, ValueError, "teacher_hidden must have student_hidden's shape but"),
     ({"labels": ids(4)}, ValueError, "labels must have student_hidden's shape without H, (4, 2)"),
-    ({"labels": zeros(4, 2)}, TypeError, "labels must be int64, got torch.float32"),
     ({"beta": 1.5}, ValueError, "beta must lie in [0, 1], got 1.5"),
-    ({"beta": -0.1}, ValueError, "beta must lie in [0, 1], got -0.1"),
     ({"beta": math.nan}, ValueError, "beta must be finite, got nan"),
     ({"beta": "0.5"}, TypeError, "beta must be a float, got str"),
     ({"temperature": 0.0}, ValueError, f"temperature {POSITIVE} 0.0"),
     ({"temperature": zeros(3)}, ValueError, "temperature must be a float or have labels' shape, (4, 2)"),
-    ({"temperature": zeros(4, 2, requires_grad=True)}, ValueError, "temperature must not require grad"),
     ({"teacher_temperature": 0.0}, ValueError, f"teacher_temperature {POSITIVE} 0.0"),
     ({"teacher_temperature": zeros(3)}, ValueError, "teacher_temperature must be a float or have labels' shape"),
     ({"return_student": 1}, TypeError, "return_student must be a bool, got int"),
@@ -65,27 +62,17 @@ OF_JSD = [
     ),
     ({"student_logits_scale": 1e38, "temperature": 0.3}, ValueError, "student_logits_scale / temperature must be"),
     ({"token_weights": zeros(4, 2)}, TypeError, "linear_divergence has no keyword token_weights"),
-    ({"skip_ignored": 2.0}, TypeError, "skip_ignored must be a bool or an int, got float"),
     ({"skip_ignored": 9}, ValueError, "skip_ignored must be at least 0 and at most the number of rows, 8, got 9"),
-    ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got float"),
-    ({"vocab_start": -1}, ValueError, "vocab_start must be at least 0, got -1"),
-    ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1, got 0"),
-    ({"workspace_bytes": 1e9}, TypeError, "workspace_bytes must be an int, got float"),
-    ({"tp_group": 3}, TypeError, "tp_group must be a torch.distributed.ProcessGroup or None, got int"),
     ({"backend": "reference"}, ValueError, "backend must be 'auto', 'triton' or 'torch', got 'reference'"),
 ]
 OF_DIVERGENCE = [
     ({"kinds": "tv"}, TypeError, "kinds must be a sequence of names, got str"),
     ({"kinds": ()}, ValueError, "kinds must name at least one divergence, got ()"),
     ({"kinds": ("tv", "kl")}, ValueError, "kinds must be 'forward_kl', 'reverse_kl', 'tv' or 'jsd', got 'kl'"),
-    ({"kinds": (1,)}, ValueError, "kinds must be 'forward_kl', 'reverse_kl', 'tv' or 'jsd', got 1"),
-    ({"beta": 1.5}, ValueError, "beta must lie in [0, 1], got 1.5"),
     ({"reduce_grad_hidden": False}, TypeError, "linear_divergence has no keyword reduce_grad_hidden"),
-    ({"teacher_weight": zeros(9, 12)}, ValueError, "teacher_weight must hold as many rows of the vocabulary as"),
 ]
 OF_DIVERGENCE_LOSS = [
     ({"loss": torch.ones(5)}, TypeError, "loss must be a function of the outputs and of per_token, got Tensor"),
-    ({"labels": None}, TypeError, f"labels {TENSOR} NoneType"),
     ({"labels": ids(4)}, ValueError, "labels must have student_hidden's shape without H, (4, 2)"),
     ({"kinds": ("kl",)}, ValueError, "kinds must be 'forward_kl', 'reverse_kl', 'tv' or 'jsd', got 'kl'"),
     ({"logits_cache_bytes": 1}, TypeError, "linear_divergence_loss has no keyword logits_cache_bytes"),
@@ -107,14 +94,11 @@ OF_IDS = [
     ({"ids": ids(8), "offsets": ids(4)}, ValueError, "offsets must be [N + 1] for the 4 tokens, got (4,)"),
     ({"ids": ids(8), "offsets": FALLING}, ValueError, "offsets must not fall, got 3 after 5"),
     ({"entropy": True}, TypeError, "linear_logits_at has no keyword entropy"),
-    ({"temperature": 0.0}, ValueError, "temperature must be positive"),
 ]
 OF_SUPPORT = [
     ({"labels": ids(3)}, ValueError, "labels must have hidden's shape without H, (4,), got (3,)"),
-    ({"labels": None}, TypeError, f"labels {TENSOR} NoneType"),
     ({"offsets": None}, TypeError, f"offsets {TENSOR} NoneType"),
     ({"offsets": FALLING}, ValueError, "offsets must not fall, got 3 after 5"),
-    ({"entropy": 1}, TypeError, "entropy must be a bool, got int"),
     ({"candidates": None}, TypeError, "support_logprobs has no keyword candidates"),
 ]
 OF_TOPK = [

@@ -261,9 +261,7 @@ def test_a_loss_replaced_after_enabling_is_restored_first(untied):
     untied.compute_language_model_loss = other = lambda labels, logits: logits
     replaced = ("the head's forward or the model's loss was replaced by other code",)
     assert (handle.enabled, handle.reasons) == (False, replaced)
-    message = (
-        r"\S*test_enable has replaced GPTModel.compute_language_model_loss after enable_fused_linear_ce: undo"
-    )
+    message = r"\S*test_enable has replaced GPTModel.compute_language_model_loss after enable_fused_linear_ce: undo"
     for remove in (handle.remove, lambda: enable(untied, use_fused_linear_ce=False)):
         assert_refused(RuntimeError, message, remove)
     assert untied.compute_language_model_loss is other
