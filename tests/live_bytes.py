@@ -20,13 +20,6 @@ def peak_live_bytes(call: Callable[[], Any]) -> tuple[int, Any]:
     return live.peak, result
 
 
-def largest_tensor(call: Callable[[], Any], dtype: torch.dtype) -> int:
-    """Bytes of the largest storage that was made during the call for tensors of that dtype."""
-    with _LiveStorages() as live:
-        call()
-    return live.largest.get(dtype, 0)
-
-
 def kept_bytes(call: Callable[[], Any]) -> int:
     """Bytes of the storages made during the call that are still alive while its result is."""
     with _LiveStorages() as live:
@@ -67,7 +60,6 @@ class _LiveStorages(TorchDispatchMode):
         super().__init__()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
-        self.largest: dict[torch.dtype, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -77,7 +69,6 @@ class _LiveStorages(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self.alive:
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                self.largest[tensor.dtype] = max(self.largest.get(tensor.dtype, 0), storage.nbytes())
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return out
 

@@ -120,11 +120,6 @@ def test_without_torch_a_sentence_says_so(what, tmp_path):
     assert json.loads(printed) == {"problems": [problem]}
 
 
-def test_versions_that_are_too_old_are_a_problem():
-    found = {"torch": "2.8.1+cu128", "triton": None, "megatron-core": "0.14.0rc1"}
-    assert doctor.too_old(found) == ["torch must be at least 2.9, got 2.8.1+cu128"]
-
-
 def test_what_is_imported_is_judged(tmp_path):
     """A checkout in front of an installed package, a distribution of another name, and what cannot be imported."""
     for folder, module, text in (

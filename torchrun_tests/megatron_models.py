@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import importlib.util
-import inspect
 
 import torch
 from megatron.core import parallel_state
@@ -11,7 +10,6 @@ from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.core.transformer import ModuleSpec
 from torch import Tensor, nn
 
-from megatron_lce import FusedOutputContext, capture_lm_head, fused_output_processor
 from scripts import megatron_layers, megatron_runtime
 
 IMAGE_TOKEN = -200  # LLaVA's own
@@ -83,27 +81,6 @@ def text_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     mtp = {"loss_mask": batch["loss_mask"]} if model.config.mtp_num_layers else {}
     losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"], **mtp)
     return torch.where(batch["loss_mask"].bool(), losses, 0.0)
-
-
-def processed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """As `text_loss`, by the output processor; for versions whose model takes none, with what GPTModel gives it."""
-    counted = batch["loss_mask"].bool()
-    context = FusedOutputContext(entropy=False, counted=counted, result=lambda out: -out.logprobs)
-    inputs = batch["tokens"], batch["positions"], None
-    given = {"labels": batch["labels"], **({"loss_mask": batch["loss_mask"]} if model.config.mtp_num_layers else {})}
-    if "output_processor" in inspect.signature(type(model).forward).parameters:
-        return model(*inputs, **given, output_processor=fused_output_processor, output_processor_context=context)
-    with capture_lm_head(model) as head:
-        model(*inputs, **given)
-    return fused_output_processor(
-        hidden_states=head.hidden,
-        output_layer=model.output_layer,
-        output_weight=model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None,
-        labels=batch["labels"],
-        context=context,
-        scale_logits=getattr(model, "_scale_logits", lambda logits: logits),
-        config=model.config,
-    )
 
 
 def image_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

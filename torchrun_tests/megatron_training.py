@@ -191,18 +191,14 @@ def check_loss_terms(case: cases.Case, device: torch.device, report: harness.Rep
 
 
 def check_other_models(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """Flag on against off for a hybrid model and, where it has what the case asks for, for LLaVA around a GPTModel.
-
-    The hybrid model with an output processor, too.
-    """
-    ways = {"hybrid": (models.hybrid_model, models.text_loss, models.text_loss)}
-    ways["hybrid, output processor"] = models.hybrid_model, models.text_loss, models.processed_loss
+    """Flag on against off for a hybrid model and, where it has what the case asks for, for LLaVA around a GPTModel."""
+    ways = {"hybrid": (models.hybrid_model, models.text_loss)}
     if not (case.sequence_parallel or case.mtp):
-        ways["LLaVA"] = models.llava_model, models.image_loss, models.image_loss
+        ways["LLaVA"] = models.llava_model, models.image_loss
     batch = cases.microbatches(case, device)[0]
-    for name, (build, *losses_of) in ways.items():
+    for name, (build, loss_of) in ways.items():
         found = []
-        for loss_of, fused in zip(losses_of, (False, name != "hybrid, output processor"), strict=True):
+        for fused in (False, True):
             # HybridModel does not know Megatron's own flag, and ours does not mind it
             own_flag = OWN_FLAG if fused and name == "hybrid" and LOSS_OF_HEAD else ()
             options = cases.gpt_options(dataclasses.replace(case, config=(*case.config, *own_flag)))

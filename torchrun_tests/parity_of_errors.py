@@ -41,15 +41,12 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     head = {"hidden": hidden, "weight": weight, "labels": labels}
     cross_entropy = functools.partial(megatron_lce.linear_cross_entropy, tp_group=group, backend="torch")
     odd = {  # what the last rank does otherwise
-        "softcap must be the same on every rank": {"softcap": 2.0},
-        "logits_scale must be the same on every rank": {"logits_scale": 2.0},
         "temperature must be the same on every rank": {"temperature": 2.0},
         "gradients must be the same on every rank": {"weight": torch.ones(20, 8, requires_grad=True)},
         "weight_grad_sink must be the same on every rank": {"weight_grad_sink": object()},
         "refuses its arguments: labels must be int64": {"labels": labels.int()},
         "vocab_start must be given on every rank where shards differ": {"weight": uneven},
         "hidden must be the same on every rank": {"hidden": hidden.half(), "weight": torch.ones(20, 8).half()},
-        "skip_ignored must be the same on every rank": {"skip_ignored": True},
         "the shape of hidden must be the same on every rank": {"hidden": hidden[1:], "labels": labels[1:]},
     }
     check_disagreements(cross_entropy, head, odd, group, report)
@@ -150,12 +147,8 @@ def run_exchanges(group: ProcessGroup, report: Report) -> None:
 
     annealed = {  # a first call, and later ones
         "temperature": (cross_entropy, [0.9, 0.8]),
-        "logits_scale": (cross_entropy, [2.0, 2.5]),
-        "softcap": (cross_entropy, [30.0, 20.0]),
         "candidates": (cross_entropy, [ids(3), ids(2)]),
         "skip_ignored": (cross_entropy, [6, 5]),
-        "student_logits_scale": (jsd, [2.0, 2.5]),
-        "teacher_softcap": (jsd, [30.0, 20.0]),
         "teacher_temperature": (jsd, [0.9, 0.8]),
         "beta": (jsd, [0.9, 0.8]),
         "ids": (at, [ids(3), ids(2)]),
