@@ -1,4 +1,4 @@
-"""Megatron models under Megatron-FSDP and torch's FSDP2 on GPUs, the fused head on and off: gradients, and peak memory.
+"""Megatron models under Megatron-FSDP and torch's FSDP2 on GPUs, the fused head on and off.
 
     torchrun --nproc-per-node 4 torchrun_tests/run_megatron_fsdp.py [--tp 2]
 
@@ -17,10 +17,10 @@ from harness import compare_all
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.transformer import TransformerLayer
-from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, OutputLayer, check_flag, check_fsdp, check_fsdp_errors, shard
+from megatron_fsdp import ALONE, FSDP2_CASES, OutputLayer, check_flag, check_fsdp, check_fsdp_errors
 from torch import Tensor, nn
 
-from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from megatron_lce import capture_lm_head
 from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
 from scripts.arguments import OPTIONS
@@ -109,43 +109,6 @@ def check_strategies(
                 check_megatron_fsdp("optim_grads_params", unit_head, case, device, report)
 
 
-def check_memory(device: torch.device, report: harness.Report) -> None:
-    """The flag lowers the peak memory of a step over the resting state."""
-    options = megatron_runtime.GptOptions(
-        num_layers=2, hidden_size=2048, num_heads=16, vocab_size=151_936, max_sequence_length=4096, dtype=torch.bfloat16
-    )
-    tokens, labels = torch.randint(0, options.vocab_size, (2, 2, 4096), device=device)
-    positions = torch.arange(4096, device=device).expand(2, -1)
-
-    wrappers = {
-        "FSDP2": lambda model: shard(model, HEAD, device),
-        "Megatron-FSDP": lambda model: in_megatron_fsdp(model, "optim_grads_params", False),
-    }
-    for name, wrap in wrappers.items():
-        model = wrap(megatron_runtime.build_gpt(options, device=device))
-        native = peak_of_steps(model, (tokens, positions, None), labels)
-        enable_fused_linear_ce(model, on_unsupported="raise")
-        fused = peak_of_steps(model, (tokens, positions, None), labels)
-        report.check(f"{name}: the flag's peak is lower", fused < native, f"{fused} GiB, without it {native} GiB")
-
-
-def peak_of_steps(model: nn.Module, inputs: tuple, labels: Tensor) -> float:
-    """GiB over the resting state, of the third step."""
-    for _ in range(3):
-        if isinstance(model, FullyShardedDataParallel):
-            model.zero_grad_buffer()
-        else:
-            model.zero_grad()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        resting = torch.cuda.memory_allocated()
-        model(*inputs, labels=labels).mean().backward()
-        if isinstance(model, FullyShardedDataParallel):
-            model.finish_grad_sync()
-        torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - resting) / 2**30, 2)
-
-
 def main() -> None:
     parser = harness.argument_parser(__doc__)
     parser.add_argument("--tp", type=int, default=1, help=f"{OPTIONS['tp'][2]} Beyond 1 only Megatron-FSDP is run.")
@@ -158,8 +121,6 @@ def main() -> None:
         for sharding, case in FSDP2_CASES:
             check_fsdp(sharding, case, device, report)
         check_fsdp_errors(ALONE, device, report)
-        if device.type == "cuda":
-            check_memory(device, report)
     failed = report.conclude()
     megatron_runtime.teardown()
     sys.exit(1 if failed else 0)
