@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from harness import Report
-from parity_of_compat import check_refusal
+from parity_of_errors import check_refusal
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from harness import Report, available_backends
 from parity_cases import BITS, CASES, OF_IDS, OF_JSD, OF_TOKEN_LOSS
 from parity_of_budgets import run_planted_errors
-from parity_of_compat import run_calls, run_disagreements_of_compat, run_torchs_call
-from parity_of_errors import run_disagreements, run_errors
+from parity_of_errors import run_calls, run_disagreements, run_disagreements_of_compat, run_errors, run_torchs_call
 from parity_of_known_losses import run_known_losses
 from parity_of_torch import run_cuda_graph, run_destroyed_group, run_dtensors, run_fsdp
 from torch.distributed import ProcessGroup
