@@ -13,7 +13,7 @@ from unittest import mock
 
 import harness
 import megatron_cases as cases
-import megatron_models as models
+import megatron_training
 import torch
 from harness import relative_error, worst_of_all_ranks
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -81,7 +81,7 @@ def hybrid_model(case: cases.Case, device: torch.device, layers: str = "*-") -> 
     """Attention and MLPs by turns, as HybridModel's own spec has them; Mamba's layers, M, need another extension."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-    model = models.hybrid_model(cases.gpt_options(case), hybrid_stack_spec, layers).to(device)
+    model = megatron_training.hybrid_model(cases.gpt_options(case), hybrid_stack_spec, layers).to(device)
     config = model.config
     if config.bf16:
         model = Float16Module(config, model)

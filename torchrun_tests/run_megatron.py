@@ -21,10 +21,12 @@ import torch
 from megatron.core import parallel_state, process_groups_config
 from megatron.core.transformer import TransformerConfig
 from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, MEGATRONS, MODEL, check_fsdp, check_fsdp_errors
-from megatron_heads import check_compat, check_logits, check_mtp_capture
-from megatron_ranks import (
+from megatron_heads import (
     check_arguments_of_one_rank,
+    check_compat,
     check_later_steps,
+    check_logits,
+    check_mtp_capture,
     check_own_groups,
     check_reasons_of_one_rank,
 )
