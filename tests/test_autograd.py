@@ -8,6 +8,7 @@ import torch
 import megatron_lce
 from megatron_lce.backends.torch import primitives as torch_backend
 from megatron_lce.core.options import DIFFERENTIABLE_SCALARS, Options
+from tests.operations import OPERATIONS, tensors_of
 from tests.oracle import Upstream, oracle, relative_error
 from tests.problems import make_problem
 
@@ -37,19 +38,12 @@ def test_entropy_costs_nothing_where_it_is_not_used(used, monkeypatch, device):
         assert asked == [False, False]
 
 
-@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_logits_at", "linear_jsd"])
+@pytest.mark.parametrize("name", ["candidates", "logits at ids", "jsd"])
 def test_a_node_keeps_no_tensor_but_those_that_are_saved(name, device):
     """Hooks of saved tensors, as of CPU offload, see no others."""
     problem, temperature = make_problem(4, 8, 24, device), torch.ones(4, device=device)
-    hidden, weight, labels = problem.hidden.requires_grad_(), problem.weight, problem.labels
-    inputs = {
-        "linear_cross_entropy": (hidden, weight, labels),
-        "linear_logits_at": (hidden, weight, labels[:, None]),
-        "linear_jsd": (hidden, weight, hidden.detach(), weight),
-    }
-    keywords = {"candidates": labels[:, None]} if name == "linear_cross_entropy" else {}
-    found = getattr(megatron_lce, name)(*inputs[name], temperature=temperature, **keywords)
-    node = found.grad_fn if isinstance(found, torch.Tensor) else found.logprobs.grad_fn
+    inputs = problem.hidden.requires_grad_(), problem.weight, problem.labels
+    node = tensors_of(OPERATIONS[name](*inputs, temperature=temperature))[0].grad_fn
     node = node if hasattr(node, "call") or hasattr(node, "source") else node.next_functions[0][0]  # behind a view
     kept = node.source if hasattr(node, "source") else node.call
     assert not [tensor for tensor in tensors_in(kept) if tensor.numel()]

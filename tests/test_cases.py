@@ -4,6 +4,7 @@
 sets hold from none to all of a row's.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -223,6 +224,14 @@ def sure_heads(whole: Whole) -> None:
     weight_of_teacher[:-100, 0] = -1e4
 
 
+def nan_in_a_row(head: int, whole: Whole) -> None:
+    """Its gradient and the weight's are NaN: a step that is skipped where a gradient is NaN must be skipped."""
+    whole.heads[head][0][2, 1] = torch.nan
+
+
+OF_STUDENT, OF_TEACHER = (functools.partial(nan_in_a_row, head) for head in (0, 1))
+
+
 def jsd(name, shape, student_size, teacher_size, columns, dtype=FP32, betas=BETAS, **words):
     sizes = {"shape": shape, "hidden_size": student_size, "teacher_size": teacher_size, "shards": (columns,)}
     words = {"operation": "linear_jsd", "logit_std": 2.0, "dtype": dtype, **sizes, **words}
@@ -295,6 +304,10 @@ OF_JSD = [
     *jsd("skipped, all ignored", (10, 3), 24, 16, 300, BF16, (0.5,), ignored=1.0, **SKIPPED, **PER_TOKEN),
     *jsd("skipped, none ignored", (10, 3), 24, 16, 300, BF16, (0,), **SKIPPED, **PER_TOKEN),
     *jsd("skipped, all but one ignored", (10, 3), 24, 16, 300, betas=(0,), **SKIPPED, change=first_label_alone),
+    *jsd("NaN in the student's hidden", (6,), 8, 12, 20, change=OF_STUDENT),
+    *jsd("NaN in the teacher's hidden", (6,), 8, 12, 20, change=OF_TEACHER),
+    *jsd("NaN in the student's hidden, known weights", (6,), 8, 12, 20, **KNOWN, change=OF_STUDENT),
+    *jsd("NaN in the teacher's hidden, known weights", (6,), 8, 12, 20, **KNOWN, change=OF_TEACHER),
     # Each head's mass is on columns that are impossible to the other, or on the same one.
     *jsd("probabilities that underflow", (16,), 8, 8, 130, betas=(0, 0.1, 0.9, 1), logit_std=300.0),
     *jsd("the same column", (16,), 8, 8, 130, betas=(0, 0.1, 0.9, 1), logit_std=300.0, change=same_logits_doubled),
