@@ -157,14 +157,6 @@ def enable(chunks: list[nn.Module], case: Case, fused: bool) -> FusedLinearCE:
     return handle
 
 
-def train_captured(case: Case, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Losses and gradients of a step whose loss is the captured head's."""
-    chunks = build(case, device)
-    if case.main_grad:
-        set_main_grad_fusion(chunks)
-    return train_step(chunks, captured_forward_step, microbatches(case, device)), gradients(chunks)
-
-
 @contextlib.contextmanager
 def counted_additions() -> Iterator[mock.Mock]:
     """Counts the weight gradients that were added to `main_grad` on this rank."""

@@ -29,51 +29,51 @@ LOSS_OF_HEAD = importlib.util.find_spec("megatron.core.transformer.linear_cross_
 OWN_FLAG = (("cross_entropy_loss_fusion", True), ("cross_entropy_fusion_impl", "linear"))
 
 
-def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.Module] | None = None):
+def train(case: cases.Case, device: torch.device, *, fused=False, captured=False, like: list[nn.Module] | None = None):
     """A step over several microbatches, two with an optimizer between them: (losses, gradients, the model's chunks)."""
     chunks = cases.build(case, device)
     if like is not None:
         cases.copy_weights(like, chunks)
     handle = cases.enable(chunks, case, fused)
+    if captured and case.main_grad:
+        cases.set_main_grad_fusion(chunks)
     forward_step = functools.partial(cases.forward_step, masked=case.masked)
+    forward_step = cases.captured_forward_step if captured else forward_step
     with cases.counted_additions() as additions:
         losses = cases.train_step(chunks, forward_step, cases.microbatches(case, device))
         if case.overlap:
             optimizer = megatron_runtime.build_optimizer(chunks, use_distributed_optimizer=True)
             optimizer.step()
             losses = cases.train_step(chunks, forward_step, cases.microbatches(case, device))
-    assert additions.called == (handle.enabled and case.main_grad), case
+    assert additions.called == (case.main_grad and (handle.enabled or (captured and cases.has_head(chunks)))), case
     return losses, cases.gradients(chunks), chunks
 
 
 def check_training(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """The flag on against off: the loss of every token and the accumulated gradient of every parameter."""
-    native = train(case, device, fused=False)
-    compare_step(report, case.name, train(case, device, fused=True), native)
+    compare_step(report, case.name, train(case, device, fused=True), train(case, device))
 
 
 def check_own_flag(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """Our flag, and capture, on a model of Megatron's dev branch that has Megatron's flag, too."""
-    losses, expected, _ = train(case, device, fused=False)
+    losses, expected, _ = train(case, device)
     asking = dataclasses.replace(case, config=(*case.config, *OWN_FLAG))
-    ways = {"own flag and ours": train(asking, device, fused=True)[:2]}
-    ways["own flag, captured"] = cases.train_captured(asking, device)
-    for name, found in ways.items():
+    for name, way in {"and ours": {"fused": True}, "captured": {"captured": True}}.items():
+        found = train(asking, device, **way)
         kept = {key: value for key, value in losses.items() if key in found[0]}  # MTP's acceptance is not counted
-        compare_step(report, f"{case.name}: {name}", found, (kept, expected))
+        compare_step(report, f"{case.name}: own flag, {name}", found, (kept, expected))
 
 
 def check_captured_training(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """The same loss through `capture_lm_head`, in Megatron's schedule."""
-    native = train(case, device, fused=False)
-    compare_step(report, f"{case.name}: captured", cases.train_captured(case, device), native)
+    compare_step(report, f"{case.name}: captured", train(case, device, captured=True), train(case, device))
 
 
 def check_16_bit(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """Our error against fp32 with the same weights, beside Megatron's own."""
-    _, native, chunks = train(case, device, fused=False)
+    _, native, chunks = train(case, device)
     _, fused, _ = train(case, device, fused=True)
-    _, exact, _ = train(cases.in_fp32(case), device, fused=False, like=chunks)
+    _, exact, _ = train(cases.in_fp32(case), device, like=chunks)
     check_errors(f"{case.name}: gradients", fused, [native], exact, report)
 
 
@@ -98,7 +98,9 @@ def of_module(key: str, found: dict, exact: dict) -> tuple[Tensor, Tensor]:
     return torch.cat([found[name].flatten() for name in together]), torch.cat([exact[n].flatten() for n in together])
 
 
-def scaled_steps(case: cases.Case, device: torch.device, *, fused: bool) -> tuple[list[tuple[bool, float]], dict]:
+def scaled_steps(
+    case: cases.Case, device: torch.device, *, fused: bool = False
+) -> tuple[list[tuple[bool, float]], dict]:
     """Steps under Megatron's dynamic loss scaler whose losses are multiplied by `SPIKES`.
 
     Returns (whether the optimizer stepped, the scale behind it) of each, and the last one's gradients.
@@ -130,13 +132,13 @@ def scaled_steps(case: cases.Case, device: torch.device, *, fused: bool) -> tupl
 
 def check_loss_scaler(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """Two overflows that flag and native both skip, and then gradients like those of `check_16_bit`."""
-    native_steps, native = scaled_steps(case, device, fused=False)
+    native_steps, native = scaled_steps(case, device)
     steps, fused = scaled_steps(case, device, fused=True)
     scale = cases.LOSS_SCALE
     expected = [(False, scale / 2), (False, scale / 4), (True, scale / 4)]
     right = steps == native_steps == expected
     report.check(f"{case.name}: overflows are skipped", right, f"native {native_steps}, flag {steps}")
-    _, exact, _ = train(cases.in_fp32(case), device, fused=False, like=cases.build(case, device))
+    _, exact, _ = train(cases.in_fp32(case), device, like=cases.build(case, device))
     check_errors(f"{case.name}: gradients under the loss scaler", fused, [native], exact, report)
 
 
