@@ -31,11 +31,9 @@ KERNEL = "verl.utils.kernel.linear_cross_entropy"
 FILES = {  # those whose code runs in a test; the others hold functions that do nothing
     "verl": {
         "__init__.py": """
-            import importlib.metadata, os
+            import importlib.metadata
 
             __version__ = "7.8.9"
-            for name in filter(None, os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):
-                importlib.import_module(name)
             for entry in importlib.metadata.entry_points(group="verl.plugins"):
                 entry.load()
         """,

@@ -73,21 +73,15 @@ def verl_of_a_worker():
 
 
 def test_workers_of_verl_import_it_in_their_processes(make, monkeypatch):
-    """By verl's variables, which they inherit; this process has not imported verl."""
+    """By its entry point and a variable, which they inherit; other variables: tests/frameworks/run_verl_workers.py."""
     folder = make("verl")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
     entries = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
     (folder / "this-0.dist-info").mkdir()
     lines = "".join(f"{name} = {value}\n" for name, value in entries["verl.plugins"].items())
     (folder / "this-0.dist-info/entry_points.txt").write_text(f"[verl.plugins]\n{lines}")
-    modules, plugins = "VERL_USE_EXTERNAL_MODULES", "VERL_USE_EXTERNAL_PLUGINS"
-    for name, value, expected in (
-        (modules, "megatron_lce.plugins.verl", True),
-        (plugins, "auto", False),
-        (plugins, "other, megatron_lce", True),
-    ):
-        monkeypatch.delenv(modules, raising=False)
-        monkeypatch.setenv(name, value)
+    for value, expected in (("auto", False), ("other, megatron_lce", True)):
+        monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", value)
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             assert pool.apply(verl_of_a_worker) == expected
     assert "verl" not in sys.modules
