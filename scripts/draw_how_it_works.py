@@ -40,14 +40,15 @@ def draw(path: Path) -> None:
         arrow(axes, (first + SLAB_WIDTH + 0.08, 0.35), (right - 0.15, 0.35), SLAB)
         x = first + SLAB_WIDTH + 0.12
         axes.text(x, 0.5, "a range of columns at a time", color=SLAB, fontsize=9)
-        axes.text(x + 1.1, 1.65, "logits [N, V/tp]:\nnever stored", ha="center", va="center", fontsize=11)
+        logits = "logits [N, V/tp]: kept once,\nin 16 bits, or not at all"
+        axes.text(x + 1.1, 1.65, logits, ha="center", va="center", fontsize=11)
         axes.text(x + 1.1, above + 0.37, f"{rank}: weight\n[V/tp, H]", ha="center", va="center", fontsize=10)
     box(axes, right + 0.9, 0, 1.25, TOKENS, RESULT, "loss, or\nlogprobs\nand\nentropy\n[N]")
     arrow(axes, (right + 0.08, TOKENS / 2), (right + 0.85, TOKENS / 2))
     axes.text(1.15, TOKENS + 0.12, "N tokens", ha="center", fontsize=9)
     captions = {
         "forward": "each range adds to the sums of its rank; the ranks exchange [N] numbers, never logits",
-        "backward": "each range is computed again and added to both gradients at once",
+        "backward": "kept logits become gradients in place; else each range is computed again",
     }
     for row, (word, text) in enumerate(captions.items()):
         axes.text(0.7, -0.5 - 0.45 * row, word, fontsize=10.5, weight="bold")

@@ -154,7 +154,7 @@ def test_no_tokens(shape, dtype, operation, device):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_launch_enters_the_device_of_its_tensors(name, device, monkeypatch):
     pytest.importorskip("triton")
-    from megatron_lce.backends.triton.scale import _scale_kernel
+    from megatron_lce.backends.triton.scale_rows import _scale_kernel
 
     entered, launched, kernels = [], [], type(_scale_kernel)
     run = kernels.run

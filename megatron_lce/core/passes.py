@@ -1,9 +1,9 @@
 """The order of events of every operation over the whole vocabulary: one forward, one backward, one autograd function.
 
 Forward takes statistics block by block, and at the end writes all outputs. Where the caller's loss is known, each block
-goes from statistics to gradients at once: autograd gives the upstream gradients of the loss of its rows, and two matrix
-products add the block to the gradients of hidden and weight, which `known_loss` scales in backward. Otherwise backward
-starts from the upstream gradients of all rows.
+goes from statistics to gradients at once: autograd, or Megatron's formula, gives the upstream gradients of the loss of
+its rows, and two matrix products add the block to the gradients of hidden and weight, which `known_loss` scales in
+backward. Otherwise backward starts from the upstream gradients of all rows.
 
 A block's hidden gradient is reduced over the group while its last product for the weight runs; the pass returns when
 all are reduced. If rows are skipped, sequence shards are gathered and scattered whole; `skip_ignored=True` also takes a
@@ -57,13 +57,19 @@ class Source(GradLogits, Protocol):
         """Return the rows of a block, with their hidden states. The last one takes the cache along."""
 
     def parts_with_stats(self, plan: Plan) -> Iterator[Self]:
-        """Fill the block's statistics: launches and exchanges. Yield rows as soon as theirs are complete."""
+        """Fill the block's rows of the whole's statistics, by launches and exchanges, and yield rows that are complete.
+
+        One head yields the block once, two heads each part of it while its logits are in memory.
+        """
 
     def outputs(self) -> Any:
-        """Write the outputs of rows with statistics."""
+        """Write the outputs of rows with statistics, and keep what `find_terms` needs of them."""
 
     def find_terms(self, upstream: dict[str, Tensor | None]) -> None:
-        """Turn upstream gradients into terms, which any logit's gradient follows from."""
+        """Turn upstream gradients into terms, which any logit's gradient follows from.
+
+        Two heads in forward also write the gradients of the part's logits, which are in memory.
+        """
 
 
 class Forward(NamedTuple):
@@ -130,7 +136,7 @@ class VocabularyFunction(torch.autograd.Function):
 
     hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     weight  this rank's shard                          -> its gradient is complete on this rank
-    Saves a few floats per token, two dozen of two heads, and the cache, if any, instead of N x V logits.
+    Saves some floats per token, fewer than twenty, and the cache, if any, instead of N x V logits.
     """
 
     @staticmethod

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from megatron_lce.checks import validation
 from megatron_lce.core.eager import eager
 from megatron_lce.megatron.captured_head import CapturedHead
+from megatron_lce.megatron.captured_mtp import discard_metrics, restore_metrics, sequence_ends
 from megatron_lce.megatron.head_call import HeadCall
 from megatron_lce.megatron.logits import NoLogits, UncomputedLogits
 from megatron_lce.megatron.loss import FusedLoss
-from megatron_lce.megatron.mtp import discard_metrics, restore_metrics, sequence_ends
 from megatron_lce.megatron.reasons import NO_HEAD, capturing_reasons, find_language_model, reasons_of_group
 from megatron_lce.megatron.replace import ReplacedHead, owners_on
 

@@ -15,10 +15,10 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import laying_out, refuse, refusing
 from megatron_lce.checks.validation import check_scalar
 from megatron_lce.core.options import IGNORE_INDEX
+from megatron_lce.megatron.captured_mtp import later_labels
 from megatron_lce.megatron.gtp import is_gtp_sharded, with_whole_weight
 from megatron_lce.megatron.heads import own_softcap
 from megatron_lce.megatron.main_grad import main_grad_sink
-from megatron_lce.megatron.mtp import later_labels
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
