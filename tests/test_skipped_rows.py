@@ -29,14 +29,21 @@ def test_a_count_that_is_not_the_labels_makes_everything_nan(wrong, backend, dev
 
 
 @pytest.mark.parametrize(
-    ("dtype", "logits_cache_bytes", "softcap"),
-    [(FP32, 0, None), (BF16, 0, None), (BF16, None, None), (BF16, 2**30, 5.0)],
+    ("dtype", "hidden_size", "logits_cache_bytes", "softcap"),
+    [
+        (FP32, 24, 0, None),
+        (BF16, 24, 0, None),
+        (BF16, 24, None, None),
+        (BF16, 24, 2**30, 5.0),
+        (BF16, 8, None, None),  # the logits of 36 rows are not kept, those of 20 would be
+        (BF16, 24, 30_000, None),  # likewise
+    ],
     ids=str,
 )
 def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
-    dtype, logits_cache_bytes, softcap, backend, device
+    dtype, hidden_size, logits_cache_bytes, softcap, backend, device
 ):
-    problem = ignoring(make_problem(40, 24, 601, device, dtype), slice(0, 4))
+    problem = ignoring(make_problem(40, hidden_size, 601, device, dtype), slice(0, 4))
     upstream = Upstream(*(grad.clone() for grad in problem.upstream[:-1]))
     for grad in upstream[:-1]:
         grad[::2] = 0.0
@@ -46,7 +53,7 @@ def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
     only_here = {"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes, "within": products}
     problem.check(backend, only_here=only_here, telemetry=True, softcap=softcap)
     parts = parts_of_a_product(dtype, backend, device)
-    assert products.logits_in_gradients(24, parts) == 2 * 20 * 601
+    assert products.logits_in_gradients(hidden_size, parts) == 2 * 20 * 601
 
 
 @pytest.mark.parametrize("weighted", [False, True])

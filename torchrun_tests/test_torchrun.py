@@ -14,6 +14,7 @@ FOLDER = Path(__file__).resolve().parent
 PROGRAMS = [
     ("run_megatron.py", 4, ()),
     ("run_megatron.py", 2, ("--checks", "fsdp")),  # without tensor parallelism; four ranks run the rest
+    ("run_parity.py", 1, ()),
     ("run_parity.py", 3, ()),
     pytest.param("run_megatron.py", 4, ("--combinations", "all"), marks=pytest.mark.slow),
     # Every twelfth of the cases that three ranks run.

@@ -168,11 +168,10 @@ class VocabularyFunction(torch.autograd.Function):
             for name, of in ctx.types.items()
         }
         source = replace(ctx.source, call=ctx.source.call.with_tensors(hidden, weight), **fields)
-        call, needs, cache_bytes = source.call, ctx.needs_input_grad[:2], source.call.options.logits_cache_bytes
-        row_index, plan = RowIndex(ctx.num_tokens, index), ctx.plan
-        if plan is None:
-            plan, cache_bytes = plan_of(source, row_index.count, needs, 0), 0
-        elif plan.cache_tokens:  # they become gradients in place: a second backward recomputes
+        call, needs, row_index = source.call, ctx.needs_input_grad[:2], RowIndex(ctx.num_tokens, index)
+        plan, cache_bytes = ctx.plan or plan_of(source, row_index.count, needs, 0), 0
+        if plan.cache_tokens:  # they become gradients in place: a second backward recomputes
+            cache_bytes = call.options.logits_cache_bytes
             ctx.plan, ctx.source = None, replace(ctx.source, cache=None)
         with without_autocast(hidden.device, f"{source.name} backward"):
             tokens = _tokens(source, row_index, plan)
