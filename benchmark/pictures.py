@@ -37,7 +37,8 @@ def memory(document: dict) -> Any:
     """Memory of one head over its tokens, beyond the gradients."""
     figure, ((axis,),) = _figure(1, 1, (8, 4.2))
     heads = {"megatron": ("Megatron, fused\ncross-entropy", GREY)}
-    heads["ours"] = ("megatron-lce,\nlogits_cache_bytes=0", BLUE)
+    heads["ours"] = ("megatron-lce", BLUE)
+    heads["ours-0"] = ("megatron-lce,\nlogits_cache_bytes=0", ORANGE)
     heads["compile"] = ("torch.compile", DARK)
     lines = []
     for name, (title, color) in heads.items():
@@ -80,7 +81,7 @@ def training(document: dict) -> Any:
         "native": ("Megatron, fused cross-entropy", GREY),
         "native-again": ("Megatron, sums in another order", DARK),
     }
-    names |= {"flag": STEPS["ours"], "known": ("megatron-lce, gradients\nin forward", ORANGE)}
+    names["flag"] = STEPS["ours"]
     native = runs["native"]["losses"]
     above.plot(range(1, len(native) + 1), native, color=GREY, linewidth=5, label=names["native"][0])
     for name in (name for name in names if name in runs and name != "native"):

@@ -155,9 +155,9 @@ def measure_case(results: Results, arguments: Any, device: torch.device) -> None
     """All heads are compared with fp64 at the smaller shapes, and take turns at the others."""
     group, shapes = torch.distributed.group.WORLD, arguments.error_shape + arguments.shapes
     losses = results.load(PROVIDERS[name] for name in arguments.providers)
-    for shape, coefficient in itertools.product(shapes, arguments.entropy_coeffs):
-        problem = {"tp": arguments.tp, "shape": shape.name, "masked": arguments.masked, "entropy_coeff": coefficient}
-        update, turns = make_update(shape, arguments.masked, coefficient, results), []
+    for shape, masked, coefficient in itertools.product(shapes, arguments.masked, arguments.entropy_coeffs):
+        problem = {"tp": arguments.tp, "shape": shape.name, "masked": masked, "entropy_coeff": coefficient}
+        update, turns = make_update(shape, masked, coefficient, results), []
         if shape in arguments.error_shape:
             for name, loss in losses.items():
                 results.attempt("policy_errors", problem | {"provider": name}, partial(compare, loss, update, group))

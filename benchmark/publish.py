@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmark" / "results", ROOT / "docs" / "images"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
+ALL_STEPS = ("steps", "steps_tp", "steps_tp4")
+MASKED = {0.0: "", 0.6: ", 60 % masked"}  # of columns' titles
+
 Titles = dict[Any, str]  # by the value of a record's field
 Cell = Callable[[dict], str]
 Column = tuple[dict[str, Any], Cell]  # the fields of the records in it, and their text
@@ -35,10 +38,6 @@ STEPS = {  # without `te-overwrite`, which needs a patched Megatron
     "ours-0": "megatron-lce, `logits_cache_bytes=0`",
     "ours-skip": "megatron-lce, `skip_masked=True`",
 }
-STEPS_BEFORE = {name: STEPS[name] for name in ("native", "native-fused", "te")} | {  # of version 0.3.0
-    "ours-cached": "megatron-lce 0.3.0, all logits kept",
-    "ours-known-skip": "megatron-lce 0.3.0, gradients in forward, masked tokens skipped",
-}
 HEADS = {
     "megatron": "Megatron, fused cross-entropy",
     "te": "Megatron, TransformerEngine's cross-entropy",
@@ -48,11 +47,6 @@ HEADS = {
     "ours": "megatron-lce",
     "ours-0": "megatron-lce, `logits_cache_bytes=0`",
     "ours-token-640": "megatron-lce, `linear_token_loss`",
-}
-HEADS_BEFORE = {name: HEADS[name] for name in ("megatron", "te", "verl")} | {  # of version 0.3.0
-    "ours": "megatron-lce 0.3.0, logits recomputed",
-    "ours-cached": "megatron-lce 0.3.0, all logits kept",
-    "ours-token-640": "megatron-lce 0.3.0, `linear_token_loss`",
 }
 JSD_HEADS = {
     "compile": "torch.compile",
@@ -67,11 +61,11 @@ POLICY = {
     "ours-token-skip": "`linear_token_loss` in your own loop",
 }
 VERL = {
-    "engine": "logits (`use_fused_kernels=False`)",
-    "kernel": "verl's fused kernel (`use_fused_kernels=True`)",
-    "plugin": "the plugin (`use_fused_kernels=False`)",
-    "plugin, no cache": "the plugin, no logits cached",
-    "plugin in fused forward": "the plugin (`use_fused_kernels=True`)",
+    "engine": "verl, logits (`use_fused_kernels=False`)",
+    "kernel": "verl, its fused kernel (`use_fused_kernels=True`)",
+    "plugin": "verl with our plugin",
+    "plugin, no cache": "verl with our plugin, `logits_cache_bytes=0`",
+    "plugin in fused forward": "verl with our plugin, `use_fused_kernels=True`",
 }
 CHUNKED = {
     "skyrl, logits": "SkyRL's chunks, behind bf16 logits",
@@ -131,68 +125,72 @@ def head_both(record: dict) -> str:
     return f"{record['time_ms']:.1f}, {head_gib(record)}"
 
 
-def of_sizes(document: dict, section: str) -> list[int]:
-    """The tensor-parallel sizes of a section's records."""
-    return sorted({x["tp"] for x in document[section]})
-
-
 def first_step(document: dict) -> str:
     """The README's: time and memory at 16,384 tokens, and the same with 60 % of them masked."""
     names = ("native", "native-fused", "te", "ours", "ours-skip")
-    tp = of_sizes(document, "steps")[-1]
+    tp = document["steps"][0]["tp"]
     columns: dict[str, Column] = {}
-    for masked, suffix in ((0.0, ""), (0.6, ", 60 % masked")):
+    for masked, suffix in MASKED.items():
         fields = {"tp": tp, "tokens": 16384, "masked": masked}
         columns |= {f"ms{suffix}": (fields, step_ms), f"transient GiB{suffix}": (fields, step_gib)}
     titles = {x: STEPS[x] for x in names} | {"te": f"{STEPS['te']} \\*"}
     return table(document, f"training step, TP={tp}", "steps", "variant", titles, columns)
 
 
-def steps(document: dict, titles: Titles, with_tp: bool = True) -> str:
-    """Of 16,384 tokens, with those of several GPUs."""
-    document, columns = {"steps": document["steps"] + (result("steps_tp")["steps"] if with_tp else [])}, {}
-    for tp, (masked, suffix) in itertools.product(of_sizes(document, "steps"), ((0.0, ""), (0.6, ", 60 % masked"))):
-        columns[f"TP={tp}{suffix}"] = ({"tp": tp, "tokens": 16384, "masked": masked}, step_both)
-    return table(document, "training step: ms, GiB", "steps", "variant", titles, columns)
+def steps(document: dict, what: str, cell: Cell) -> str:
+    """Of 16,384 tokens, at all sizes."""
+    document, columns = {"steps": [x for name in ALL_STEPS for x in result(name)["steps"]]}, {}
+    for tp, (masked, suffix) in itertools.product((1, 2, 4), MASKED.items()):
+        columns[f"TP={tp}{suffix}"] = ({"tp": tp, "tokens": 16384, "masked": masked}, cell)
+    return table(document, f"training step: {what}", "steps", "variant", STEPS, columns)
 
 
 def policy(document: dict) -> str:
-    """The head of a policy update, with and without an entropy term."""
+    """The head of a policy update without entropy, without and with masked tokens, at all sizes."""
+    document, columns = {"policy": document["policy"] + result("policy_tp4")["policy"]}, {}
+    for tp, (masked, suffix) in itertools.product((2, 4), MASKED.items()):
+        columns[f"TP={tp}{suffix}"] = ({"tp": tp, "masked": masked, "entropy_coeff": 0}, head_both)
+    return table(document, "head, logprobs: ms, GiB", "policy", "provider", POLICY, columns)
+
+
+def first_verl(document: dict) -> str:
+    """The README's: an update of verl's worker."""
     columns: dict[str, Column] = {}
-    for tp, (coefficient, title) in itertools.product(
-        of_sizes(document, "policy"), ((0, "logprobs"), (0.001, "with entropy"))
-    ):
-        columns[f"TP={tp}, {title}"] = ({"tp": tp, "entropy_coeff": coefficient}, head_both)
-    return table(document, "head of a policy update: ms, GiB", "policy", "provider", POLICY, columns)
+    for masked, suffix in MASKED.items():
+        fields = {"pass": "update", "masked": masked, "entropy_coeff": 0.0}
+        columns |= {f"ms{suffix}": (fields, step_ms), f"transient GiB{suffix}": (fields, step_gib)}
+    titles = {name: VERL[name] for name in ("engine", "kernel", "plugin")}
+    corner = f"verl's policy update, TP={document['verl'][0]['tp']}"
+    return table(document, corner, "verl", "variant", titles, columns)
 
 
 def verl(document: dict) -> str:
     """An update and a log-prob pass of verl's worker, without and with masked tokens."""
     columns: dict[str, Column] = {}
     for (what, title), (masked, suffix) in itertools.product(
-        (("update", "update"), ("logprobs", "log-prob pass")), ((0.0, ""), (0.6, ", 60 % masked"))
+        (("update", "update"), ("logprobs", "log-prob pass")), MASKED.items()
     ):
         columns[f"{title}{suffix}"] = {"pass": what, "masked": masked, "entropy_coeff": 0.0}, step_both
-    corner = f"verl's TrainingWorker, TP={document['verl'][0]['tp']}: ms, GiB"
+    corner = f"verl, TP={document['verl'][0]['tp']}: ms, GiB"
     return table(document, corner, "verl", "variant", VERL, columns)
 
 
 def chunked(document: dict) -> str:
     """One head of many tokens: other ways out of memory."""
     columns: dict[str, Column] = {}
-    for masked, title in ((0.0, "nothing masked"), (0.6, "60 % masked")):
-        columns[title] = {"masked": masked}, head_both
+    for masked, suffix in MASKED.items():
+        columns[f"logprobs{suffix}"] = {"masked": masked}, head_both
     first = document["chunked"][0]
     return table(document, f"{first['shape']}, TP={first['tp']}: ms, GiB", "chunked", "variant", CHUNKED, columns)
 
 
-def heads(document: dict, shape: str, title: str, titles: Titles) -> str:
+def heads(document: dict, shape: str, title: str) -> str:
     """Of one shape; in front the sum of its three products."""
     columns: dict[str, Column] = {}
     for mode in ("rl", "sft"):
         columns[f"{title}, {mode.upper()}"] = ({"shape": shape, "mode": mode}, head_both)
     products = f"{limits_ms(document, {'shape': shape})[0]:.1f}"
-    header, rule, *rows = table(document, "ms, GiB", "times", "provider", titles, columns).splitlines(keepends=True)
+    header, rule, *rows = table(document, "ms, GiB", "times", "provider", HEADS, columns).splitlines(keepends=True)
     return "".join([header, rule, f"| the three matmuls, cuBLAS | {products} | {products} |\n", *rows])
 
 
@@ -214,16 +212,14 @@ def distillation(document: dict) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {  # the results' file, and what makes the table
     "first_step": ("steps_tp", first_step),
-    "first_policy": ("policy", policy),
-    "policy_before": ("policy_tp4", policy),
-    "steps": ("steps", partial(steps, titles=STEPS)),
-    "steps_before": ("steps_tp4", partial(steps, titles=STEPS_BEFORE, with_tp=False)),
+    "first_verl": ("verl", first_verl),
+    "steps": ("steps", partial(steps, what="ms", cell=step_ms)),
+    "steps_memory": ("steps", partial(steps, what="transient GiB", cell=step_gib)),
+    "verl": ("verl", verl),
+    "policy": ("policy", policy),
     "chunked": ("chunked", chunked),
-    "heads": ("heads", partial(heads, shape="S1", title="TP=1", titles=HEADS)),
-    "heads_before": (
-        "heads_tp",
-        partial(heads, shape="16384x4096x151936 TP=4", title="TP=4", titles=HEADS_BEFORE),
-    ),
+    "heads": ("heads", partial(heads, shape="S1", title="TP=1")),
+    "heads_tp4": ("heads_tp4", partial(heads, shape="16384x4096x151936 TP=4", title="TP=4")),
     "errors": ("heads", errors),
     "distillation": ("jsd", distillation),
 }

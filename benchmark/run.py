@@ -36,7 +36,7 @@ class Run(NamedTuple):
     order: int = 0  # the text's and the weights' own; else the seed of a shuffle
 
 
-RUNS = {"native": Run("native-fused"), "flag": Run("ours"), "known": Run("ours-known")}
+RUNS = {"native": Run("native-fused"), "flag": Run("ours")}
 RUNS["native-again"] = Run("native-fused", order=1)
 
 
@@ -114,7 +114,6 @@ OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's o
     "sequence_length": (count, "Tokens of a sequence."),
     "policy providers": (names("a provider", POLICY_HEADS), all_of(POLICY_HEADS)),
     "entropy_coeffs": (SHARES, "Comma-separated coefficients of the entropy; 0 leaves it out."),
-    "policy masked": (share, "Share of masked tokens."),
     "rows": (COUNTS, "Comma-separated numbers of rows of a sampler's step."),
     "vocab": (count, "Vocabulary of all ranks together."),
     "hidden": (count, "Hidden size."),
@@ -144,7 +143,7 @@ CASES = {
     }),
     "policy": Case("The head of a policy update under tensor parallelism.", "policy.measure_case", TURNS | {
         "shapes": ("16384x4096x151936", "64x32x512"), "error_shape": ("2048x1024x32768", "32x32x512"), "tp": "1",
-        "masked": "0.6", "entropy_coeffs": "0,0.001", "providers": ("all", "ours-skip,ours-token-skip"),
+        "masked": "0,0.6", "entropy_coeffs": "0,0.001", "providers": ("all", "ours-skip,ours-token-skip"),
     }),
     "sampler": Case("Logprobs of a sampler's few rows, replayed beside the product.", "sampler.measure_case", TURNS | {
         "rows": ("1,16,64,256,512", "1,5,16"), "hidden": ("4096", "128"), "vocab": ("151936", "1000"),

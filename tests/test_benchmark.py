@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import random
 import re
@@ -229,15 +230,15 @@ def test_heads_of_a_policy_update_agree(tmp_path):
     run_ranks(2, "benchmark.run", "policy", *arguments.split(), "--json", output)
     document = json.loads(output.read_text())
     errors = [record for record in document["policy_errors"] if record["provider"].startswith("ours")]
-    assert [(record["provider"], record["entropy_coeff"]) for record in errors] == [
-        (provider, coefficient) for coefficient in (0, 0.001) for provider in ("ours-skip", "ours-token-skip")
-    ]
+    names = "masked", "entropy_coeff", "provider"
+    cases = itertools.product((0, 0.6), (0, 0.001), ("ours-skip", "ours-token-skip"))
+    assert [tuple(record[name] for name in names) for record in errors] == [*cases]
     for record in errors:
         assert max(value for name, value in record.items() if name.endswith("_error")) < 1e-5
     for record in document["policy"]:
         assert record["time_ms"] > 0
         record["peak_mib"] = record["gradients_mib"] + 1024  # for the table: a CPU has none
-    assert [line.count("|") for line in publish.policy(document).splitlines()] == [4] * 4
+    assert [line.count("|") for line in publish.policy(document).splitlines()] == [6] * 6
 
 
 def words(tmp_path):

@@ -217,38 +217,48 @@ def test_tables_and_links(page):
 
 def test_sentences_beside_the_tables_hold():
     """The claims of README, performance.md and numerics.md that are no table's cell."""
-    records = [x for name in ("steps", "steps_tp") for x in publish.result(name)["steps"]]
+    records = [x for name in publish.ALL_STEPS for x in publish.result(name)["steps"]]
     steps = {(x["tp"], x["tokens"], x["masked"], x["variant"]): x for x in records}
     memory = []
     for (tp, tokens, masked, variant), ours in steps.items():
         if variant != "ours":
             continue
         te, fastest = (steps[tp, tokens, masked, name] for name in ("te", "te-overwrite"))
-        assert ours["time_ms"] <= 1.021 * min(te["time_ms"], fastest["time_ms"])
+        assert ours["time_ms"] <= 1.01 * min(te["time_ms"], fastest["time_ms"])
         memory += [ours["peak_mib"] / te["peak_mib"]] * (tokens >= 8192)
-        assert tokens > 4096 or round(ours["peak_mib"] / te["peak_mib"], 2) == 1.0
+        assert tokens > 4096 or round(ours["peak_mib"] / te["peak_mib"], 1) == 1.0
         assert {x["tokens"] for x in records} == {4096, 8192, 16384, 65536}
-    assert (round(min(memory), 2), round(max(memory), 2)) == (0.58, 0.91)
+    assert (round(min(memory), 2), round(max(memory), 2)) == (0.58, 0.94)
     times = {(x["shape"], x["mode"], x["provider"]): x for x in measured(publish.result("heads"), "times")}
-    at_s1 = {name: [times["S1", mode, name]["over_products"] for mode in ("rl", "sft")] for name in ("ours", "ours-0")}
-    at_s1["ours"] += [times["S1", mode, "ours-token-640"]["over_products"] for mode in ("rl", "sft")]
-    assert (round(min(at_s1["ours"]), 2), round(max(at_s1["ours"]), 2)) == (1.02, 1.05)
-    assert {round(ratio, 2) for ratio in at_s1["ours-0"]} == {1.31}
-    # The gain over the fused cross-entropy in 36 layers, whose time is what a step of four takes beside its head.
+    of_s1 = ("ours", "ours-token-640", "ours-0")
+    at_s1 = {name: [times["S1", mode, name]["over_products"] for mode in ("rl", "sft")] for name in of_s1}
+    assert [round(ratio, 3) for ratio in at_s1["ours"]] == [1.015, 1.025]
+    assert [round(ratio, 2) for ratio in at_s1["ours-token-640"]] == [1.1, 1.04]
+    assert {round(ratio, 2) for ratio in at_s1["ours-0"]} == {1.36}
+    # The gains in 36 layers over the fused cross-entropy, where a layer's time is what a step of four takes beside its
+    # head, and over verl's logits, where it is the difference of four layers and one.
     layer = (steps[1, 8192, 0.0, "ours"]["time_ms"] - times["S1", "sft", "ours"]["time_ms"]) / 4
-    fused, skipping = (steps[1, 8192, 0.6, name]["time_ms"] for name in ("native-fused", "ours-skip"))
-    assert round(100 * (fused - skipping) / (fused + 32 * layer)) == 4
-    baseline, *others = publish.result("training")["training"]
-    assert [x["run"] for x in others] == ["flag", "known", "native-again"]
+    for masked, name, gain in ((0.0, "ours", 2), (0.6, "ours-skip", 4)):
+        fused, ours = steps[1, 8192, masked, "native-fused"]["time_ms"], steps[1, 8192, masked, name]["time_ms"]
+        assert round(100 * (fused - ours) / (fused + 32 * layer)) == gain
+    verl = {
+        (x["layers"], x["masked"], x["variant"]): x for x in publish.result("verl")["verl"] if x["pass"] == "update"
+    }
+    layer = (verl[4, 0.0, "engine"]["time_ms"] - verl[1, 0.0, "engine"]["time_ms"]) / 3
+    for masked, gain in ((0.0, 1), (0.6, 4)):
+        engine, plugin = (verl[4, masked, name]["time_ms"] for name in ("engine", "plugin"))
+        assert round(100 * (engine - plugin) / (engine + 32 * layer)) == gain
+    runs = {x["run"]: x for x in publish.result("training")["training"]}
+    baseline, others = runs["native"], [runs["flag"], runs["native-again"]]
     median, most, held_out = [], [], []
     for run in others:
         apart = sorted(abs(a - b) for a, b in zip(run["losses"], baseline["losses"], strict=True))
         median.append(round(apart[len(apart) // 2], 4))
         most.append(round(apart[-1], 3))
         held_out.append(round(abs(run["held_out_loss"] - baseline["held_out_loss"]), 4))
-    assert median == [0.0002, 0.0002, 0.0001]
-    assert (max(most[:2]), most[2]) == (0.026, 0.006)
-    assert held_out == [0.0001, 0.0001, 0.0002]
+    assert median == [0.0002, 0.0001]
+    assert most == [0.025, 0.006]
+    assert held_out == [0.0001, 0.0002]
     of_layers = publish.result("transformer_engine_h200")["comparisons"]
     assert not any(x["failed"] for x in of_layers)
     for name, worst in (("over_megatrons", 1.2), ("known_over_megatrons", 1.4)):
