@@ -46,10 +46,7 @@ def peak_mib(way, step):
 def test_heads_measured_on_one_gpu():
     found = 0
     ways = WAYS | {"ours": BY_DEFAULT}
-    of_memory = [
-        record | {"provider": record["provider"].replace("ours", "ours-0")} for record in result("memory")["memory"]
-    ]
-    for record in result("heads")["times"] + of_memory:
+    for record in result("heads")["times"] + result("memory")["memory"]:
         provider, mode = record["provider"], record["mode"]
         if record["status"] != "ok" or mode == "fwd" or provider not in ways:
             continue
