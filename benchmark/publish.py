@@ -61,11 +61,10 @@ POLICY = {
     "ours-token-skip": "`linear_token_loss` in your own loop",
 }
 VERL = {
-    "engine": "verl, logits (`use_fused_kernels=False`)",
-    "kernel": "verl, its fused kernel (`use_fused_kernels=True`)",
-    "plugin": "verl with our plugin",
-    "plugin, no cache": "verl with our plugin, `logits_cache_bytes=0`",
-    "plugin in fused forward": "verl with our plugin, `use_fused_kernels=True`",
+    "engine": "logits (`use_fused_kernels=False`)",
+    "kernel": "verl's fused kernel (`use_fused_kernels=True`)",
+    "plugin": "our plugin (`use_fused_kernels=False`)",
+    "plugin in fused forward": "our plugin (`use_fused_kernels=True`)",
 }
 CHUNKED = {
     "skyrl, logits": "SkyRL's chunks, behind bf16 logits",
@@ -132,7 +131,7 @@ def first_step(document: dict) -> str:
     columns: dict[str, Column] = {}
     for masked, suffix in MASKED.items():
         fields = {"tp": tp, "tokens": 16384, "masked": masked}
-        columns |= {f"ms{suffix}": (fields, step_ms), f"transient GiB{suffix}": (fields, step_gib)}
+        columns |= {f"ms{suffix}": (fields, step_ms), f"GiB{suffix}": (fields, step_gib)}
     titles = {x: STEPS[x] for x in names} | {"te": f"{STEPS['te']} \\*"}
     return table(document, f"training step, TP={tp}", "steps", "variant", titles, columns)
 
@@ -158,7 +157,7 @@ def first_verl(document: dict) -> str:
     columns: dict[str, Column] = {}
     for masked, suffix in MASKED.items():
         fields = {"pass": "update", "masked": masked, "entropy_coeff": 0.0}
-        columns |= {f"ms{suffix}": (fields, step_ms), f"transient GiB{suffix}": (fields, step_gib)}
+        columns |= {f"ms{suffix}": (fields, step_ms), f"GiB{suffix}": (fields, step_gib)}
     titles = {name: VERL[name] for name in ("engine", "kernel", "plugin")}
     corner = f"verl's policy update, TP={document['verl'][0]['tp']}"
     return table(document, corner, "verl", "variant", titles, columns)

@@ -237,14 +237,17 @@ def test_sentences_beside_the_tables_hold():
     assert {round(ratio, 2) for ratio in at_s1["ours-0"]} == {1.36}
     # The gains in 36 layers over the fused cross-entropy, where a layer's time is what a step of four takes beside its
     # head, and over verl's logits, where it is the difference of four layers and one.
-    layer = (steps[1, 8192, 0.0, "ours"]["time_ms"] - times["S1", "sft", "ours"]["time_ms"]) / 4
-    for masked, name, gain in ((0.0, "ours", 2), (0.6, "ours-skip", 4)):
-        fused, ours = steps[1, 8192, masked, "native-fused"]["time_ms"], steps[1, 8192, masked, name]["time_ms"]
+    heads = {(x["masked"], x["entropy_coeff"], x["provider"]): x for x in publish.result("policy")["policy"]}
+    layer = (steps[2, 16384, 0.0, "ours"]["time_ms"] - heads[0.0, 0.0, "ours-skip"]["time_ms"]) / 4
+    assert round(layer) == 23
+    for masked, name, gain in ((0.0, "ours", 1), (0.6, "ours-skip", 4)):
+        fused, ours = steps[2, 16384, masked, "native-fused"]["time_ms"], steps[2, 16384, masked, name]["time_ms"]
         assert round(100 * (fused - ours) / (fused + 32 * layer)) == gain
     verl = {
         (x["layers"], x["masked"], x["variant"]): x for x in publish.result("verl")["verl"] if x["pass"] == "update"
     }
     layer = (verl[4, 0.0, "engine"]["time_ms"] - verl[1, 0.0, "engine"]["time_ms"]) / 3
+    assert round(layer) == 53
     for masked, gain in ((0.0, 1), (0.6, 4)):
         engine, plugin = (verl[4, masked, name]["time_ms"] for name in ("engine", "plugin"))
         assert round(100 * (engine - plugin) / (engine + 32 * layer)) == gain
