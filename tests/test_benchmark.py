@@ -274,21 +274,6 @@ def test_training_runs_differ_by_the_order_of_sums_only(tmp_path):
     assert pictures.draw("training", document, tmp_path).exists()
 
 
-def test_the_table_of_verl():
-    """A pass without a gradient keeps no logits: its variants are fewer."""
-    common = {"tp": 2, "status": "ok", "entropy_coeff": 0.0, "time_ms": 80.0, "peak_mib": 2048.0}
-    passes = {"update": ("plugin", "plugin, no cache"), "logprobs": ("plugin",)}
-    records = [
-        common | {"pass": what, "masked": masked, "variant": name}
-        for what, names in passes.items()
-        for name in names
-        for masked in (0.0, 0.6)
-    ]
-    rows = publish.verl({"verl": records}).splitlines()[2:]
-    assert rows[0].endswith("| 80.0, 2.0 | 80.0, 2.0 | 80.0, 2.0 | 80.0, 2.0 |")
-    assert rows[1].endswith("| 80.0, 2.0 | 80.0, 2.0 | - | - |")
-
-
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_pictures_are_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")
