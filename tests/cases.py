@@ -71,6 +71,7 @@ class Case:
     logit_std: float = 6**0.5
     offset: float = 0.0  # of all logits, about
     ignored: float = 0.0  # share of the rows
+    idle: float = 0.0  # share of the rows without an upstream gradient
     unowned: bool = False  # some rows have a label that nobody owns
     upstream: tuple[str, ...] | None = None  # outputs that take part in the loss; None: all there are
     poison: str = ""  # "nan", "inf" or "-inf" as the upstream gradient at ignored rows and padding; "": finite
@@ -191,6 +192,14 @@ def build(case: Case, device: torch.device) -> Whole:
         ids[..., 0] = torch.where((labels >= 0) & (labels < case.columns), labels, ids[..., 0])
         upstream = upstream._replace(candidate_logprobs=torch.randn(ids.shape, generator=generator))
         keywords["candidates"] = ids.to(device)
+    if case.idle:
+        idle = torch.rand(case.shape, generator=generator) < case.idle
+        upstream = Upstream(
+            *(
+                None if u is None else u.masked_fill(idle.view(*idle.shape, *[1] * (u.dim() - idle.dim())), 0)
+                for u in upstream
+            )
+        )
     of_outputs = upstream._asdict().items()
     upstream = Upstream(
         **{n: u.to(device) for n, u in of_outputs if u is not None and n in (case.upstream or Upstream._fields)}

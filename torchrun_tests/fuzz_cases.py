@@ -36,12 +36,12 @@ CROSS_ENTROPY = COMMON | {
     "logits_scale": SCALES,
     "softcap": SOFTCAPS,
     "entropy": st.booleans(),
-    "telemetry": st.sampled_from([False, True, "mean_logit"]),
+    "telemetry": st.sampled_from([False, False, True, "mean_logit"]),
     "logits_dtype": st.sampled_from([None, None, BF16]),
     "candidates": st.sampled_from([None, None, 1, 4, 30]),  # how many a token
-    "skip_ignored": st.sampled_from([False, False, True, "count", "miscount"]),
+    "skip_ignored": st.sampled_from([False, False, True, True, "count", "miscount"]),
     "reduce_grad_hidden": st.sampled_from([True, True, True, False]),
-    "logits_cache_bytes": st.sampled_from([0, 0, 1, 3000, 40_000, 2**30]),
+    "logits_cache_bytes": st.sampled_from([None, None, 0, 1, 3000, 40_000, 2**30]),
 }
 JSD = COMMON | {
     "beta": st.sampled_from([0, 1, 0.5, 0.1, 0.9, 1e-3]),
@@ -91,6 +91,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, world: int) -> Case:
         "logit_std": draw(st.sampled_from([2.0, 2.0, 0.0, 0.01, 20.0, 300.0])),
         "offset": draw(st.sampled_from([0.0, 0.0, 30.0, -1e3, 1e4])),
         "ignored": draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
+        "idle": draw(st.sampled_from([0.0, 0.0, 0.5, 0.9])),
         "unowned": draw(st.booleans()),
         "upstream": tuple(sorted(draw(st.sets(st.sampled_from(outputs), min_size=1)))),
         "poison": draw(st.sampled_from(["", "", "nan", "inf", "-inf"])),
@@ -146,7 +147,8 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
     size = float((upstream * factor).norm()) * (1 + math.log(len(weight)) + spread * (case.operation == "linear_jsd"))
     eps, own_eps = torch.finfo(torch.float32).eps, torch.finfo(case.dtype).eps
     keeps = share.ranks.backend == "triton" and case.dtype != FP32 and not case.fp32_weight
-    keeps = keeps and (keywords.get("logits_cache_bytes") or case.operation == "linear_token_loss")
+    of_calls = {"linear_token_loss": True, "linear_cross_entropy": keywords.get("logits_cache_bytes") != 0}
+    keeps = keeps and of_calls.get(case.operation, False)
     step = torch.finfo(case.dtype).smallest_normal * own_eps  # of subnormal numbers
     num_logits = whole.labels.numel() * len(weight)
     of_cap = own_eps * bool(keeps) + eps * (largest[0] + math.log(len(weight))) * bool(case.keywords.get("candidates"))
