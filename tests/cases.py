@@ -194,11 +194,9 @@ def build(case: Case, device: torch.device) -> Whole:
         keywords["candidates"] = ids.to(device)
     if case.idle:
         idle = torch.rand(case.shape, generator=generator) < case.idle
+        shapes = (None if u is None else (*idle.shape, *[1] * (u.dim() - idle.dim())) for u in upstream)
         upstream = Upstream(
-            *(
-                None if u is None else u.masked_fill(idle.view(*idle.shape, *[1] * (u.dim() - idle.dim())), 0)
-                for u in upstream
-            )
+            *(u if u is None else u.masked_fill(idle.view(s), 0.0) for u, s in zip(upstream, shapes, strict=True))
         )
     of_outputs = upstream._asdict().items()
     upstream = Upstream(

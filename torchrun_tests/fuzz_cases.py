@@ -105,6 +105,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, world: int) -> Case:
         fields["teacher_size"] = draw(st.sampled_from([1, 8, 40]))
         fields["teacher_dtype"] = draw(st.sampled_from([FP32, BF16, FP16]))
         fields["weighted"] = draw(st.booleans())
+        fields["idle"] *= not fields["weighted"]  # a token without a weight is ignored
         kinds = draw(st.sets(st.sampled_from(KINDS)))
         keywords |= {"kinds": tuple(sorted(kinds))} if kinds else {}
     return Case(**fields)
