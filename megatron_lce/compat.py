@@ -183,15 +183,13 @@ def torch_linear_cross_entropy(
     name = "torch_linear_cross_entropy"
     names = validation.NAMES | {"hidden": "input", "weight": "linear_weight", "labels": "target"}
     shape, kind = validation.shape_of(linear_weight), target.dtype if isinstance(target, Tensor) else torch.int64
+    deep = shape is not None and len(shape) > 2
     unsupported = {
         "linear_bias must be None: the fused head does not support a bias": linear_bias is not None,
         "options must be None: this head does not chunk the batch; to bound memory, use workspace_bytes of "
         "megatron_lce.linear_cross_entropy": options is not None,
         "weight must be None where label_smoothing is not 0, got both": weight is not None and smooth,
-        f"linear_weight must be [V, H]: losses over further dimensions of classes are not supported, got {shape}": len(
-            shape or ()
-        )
-        > 2,
+        f"linear_weight must be [V, H]: losses over further dimensions of classes are not supported, got {shape}": deep,
         f"target must be class ids: probabilities are not supported, got {kind}": kind.is_floating_point,
     }
     with (

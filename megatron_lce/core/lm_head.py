@@ -20,7 +20,7 @@ class LMHead(NamedTuple):
     """One head, or its part of some tokens or columns: hidden and weight of them, per-token temperatures of all.
 
     With `x = hidden @ weight.T`, base-2 logits are `scale * x` or, under a softcap, `scale * tanh(softcap_scale * x)`,
-    where scale is that of `RowInputs`.
+    with the `scale` of `RowInputs`.
     """
 
     hidden: Tensor  # [N, H], under sequence parallel [N / tp, H]; rows start at 16 bytes and may be up to 7 zeros wider

@@ -50,7 +50,7 @@ class Extremes(NamedTuple):
 
 
 def row_counts(entropy: bool, telemetry: Telemetry) -> tuple[int, int, int]:
-    """Return E, the number of extremes, the number of sums of the vocabulary, and K, that of rows of a chunk.
+    """Return how many extremes (E) and sums a row of the vocabulary has, and how many rows a chunk has (K).
 
     Extremes come first, then sum_exp, with an entropy sum_exp_logit, and the others. With telemetry the last sum of the
     vocabulary, which chunks lack, counts columns.
