@@ -11,6 +11,7 @@ TransformerEngine's; those of the exact run are local.
 import argparse
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from scripts import megatron_runtime
 # In a round; see `measure.SETTLE_MS`. Every variant starts on an idle GPU, and in its first step `known_loss` has the
 # host wait for the GPU once more. At TP=4 the host takes nearly as long for a step, so its lead grows over several.
 CALLS = {"repeats": 2, "settle": 4}
+WHOLE = 16384  # tokens that native and the exact run take at once; their logits do not fit beside more
 
 
 def build(
@@ -108,36 +110,50 @@ def make_batches(args: argparse.Namespace, tokens: int, masked: float, device: t
     return batches
 
 
-def forward_step(batches: Any, model: nn.Module) -> tuple[Tensor, Any]:
-    batch = next(batches)
+def forward_step(batches: Any, model: nn.Module, pieces: int = 1) -> tuple[Tensor, Any]:
+    batch, counted = next(batches)
     losses = model(**batch, attention_mask=None)
 
     def mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         losses = losses.float() * batch["loss_mask"]
-        return losses.sum() / batch["loss_mask"].sum(), {"losses": losses.detach()}
+        return pieces * losses.sum() / counted, {"losses": losses.detach()}
 
     return losses, mean
 
 
-def step(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[dict]:
-    """Forward and backward of every microbatch; gradients are added to `main_grad`."""
-    micro_batch_size, sequence_length = batches[0]["labels"].shape
+def in_pieces(batches: list[dict[str, Tensor]], pieces: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """Some sequences of a batch, and how many of the whole batch's tokens count."""
+    for batch in batches:
+        counted = batch["loss_mask"].sum()
+        for tensors in zip(*(tensor.chunk(pieces) for tensor in batch.values()), strict=True):
+            yield dict(zip(batch, tensors, strict=True)), counted
+
+
+def step(model: nn.Module, batches: list[dict[str, Tensor]], pieces: int = 1) -> list[dict]:
+    """Forward and backward of every microbatch; gradients are added to `main_grad`.
+
+    In several pieces a batch has the same gradients in less memory.
+    """
+    batch_size, sequence_length = batches[0]["labels"].shape
+    micro_batch_size = batch_size // pieces
     return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
+        forward_step_func=partial(forward_step, pieces=pieces),
+        data_iterator=in_pieces(batches, pieces),
         model=model,
-        num_microbatches=len(batches),
+        num_microbatches=len(batches) * pieces,
         seq_length=sequence_length,
         micro_batch_size=micro_batch_size,
         forward_only=False,
     )
 
 
-def losses_and_gradients(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[Tensor | None, list[Tensor]]:
+def losses_and_gradients(
+    model: nn.Module, batches: list[dict[str, Tensor]], pieces: int = 1
+) -> tuple[Tensor | None, list[Tensor]]:
     """Per-token losses (None but on the last stage) and every parameter's fp32 gradient, from one step."""
     model.zero_grad_buffer()
-    records = step(model, batches)
-    losses = torch.stack([record["losses"] for record in records]) if records else None
+    records = step(model, batches, pieces)
+    losses = torch.cat([record["losses"] for record in records]) if records else None
     return losses, [parameter.main_grad.clone() for parameter in parameters(model).values()]
 
 
@@ -211,10 +227,11 @@ def measure_case(results: Results, args: argparse.Namespace, device: torch.devic
     model = build(args, results.dtype, device)
     for tokens, masked in itertools.product(args.tokens, args.masked):
         batches = make_batches(args, tokens, masked, device)
-        exact = losses_and_gradients(build_exact(args, model, device), batches)
+        pieces = math.gcd(len(batches[0]["labels"]), math.ceil(tokens / WHOLE))
+        exact = losses_and_gradients(build_exact(args, model, device), batches, pieces)
         measure.free_memory(device)
         with chosen(model, "native", tokens, args):
-            native_errors = relative_errors(losses_and_gradients(model, batches)[1], exact[1])
+            native_errors = relative_errors(losses_and_gradients(model, batches, pieces)[1], exact[1])
         measure.free_memory(device)
         turns = []
         for name in args.variants:

@@ -1,5 +1,6 @@
 """The benchmark on a CPU at tiny shapes: numbers are what they claim to be, none is dropped; what is published."""
 
+import argparse
 import contextlib
 import functools
 import importlib.util
@@ -172,6 +173,22 @@ def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
             assert steps[variant]["gradient_relative_error"] < 1e-5
         else:
             assert steps[variant]["over_native_error"] < 1.5
+
+
+def test_a_batch_in_pieces_has_the_gradients_of_the_whole():
+    pytest.importorskip("megatron.core")
+    from benchmark import megatron_step
+    from tests import megatron_world
+
+    with megatron_world.world() as device:
+        model = megatron_world.build(device, ddp=True)
+        arguments = argparse.Namespace(sequence_length=8, vocab=megatron_world.VOCAB_SIZE, pp=1)
+        batches = megatron_step.make_batches(arguments, 32, 0.4, device)
+        batches[0]["loss_mask"][0] = 0  # a piece without a token that counts
+        whole, pieces = (megatron_step.losses_and_gradients(model, batches, n) for n in (1, 4))
+    torch.testing.assert_close(pieces[0], whole[0])
+    for piece, gradient in zip(pieces[1], whole[1], strict=True):
+        assert float((piece - gradient).norm()) <= 1e-5 * float(gradient.norm())
 
 
 def test_jsd_run_measures_against_the_products_of_the_same_run(tmp_path):
