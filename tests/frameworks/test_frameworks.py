@@ -196,14 +196,15 @@ def test_a_release_that_is_too_old(plugin, release, message):
 
 def test_timing_of_verl(tmp_path):
     sizes = "--tokens 64 --sequence-length 16 --hidden 256 --heads 4 --vocab 2048 --layers 2 --rounds 1 --budget-ms 1"
-    options = f"{sizes} --masked 0.6 --entropy-coeffs 0 0.001 --device cpu --output".split()
+    passes = "--passes update gradients logprobs"
+    options = f"{sizes} {passes} --masked 0.6 --entropy-coeffs 0 0.001 --device cpu --output".split()
     needs = folder_of("FRAMEWORKS/of_verl")
     command = [*TORCHRUN, "2", str(FOLDER / "time_verl.py"), str(folder_of("VERL")), *options, str(tmp_path / "x.json")]
     result = start(command, folder_of(NEWEST), ROOT, needs)
     assert result.returncode == 0, f"{result.stdout[-4000:]}\n{result.stderr[-6000:]}"
     records = json.loads((tmp_path / "x.json").read_text())["verl"]
     assert {(x["pass"], x["variant"]) for x in records if x["status"] == "ok"} >= {
-        ("logprobs", "plugin"),
+        (what, "plugin") for what in ("update", "gradients", "logprobs")
     }
 
 

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 tests/frameworks/time_verl.py FOLDER      # FOLDER/verl
 
 An update is `train_batch`: several microbatches of packed sequences in Megatron's schedule, verl's PPO loss, and the
-optimizer's step, at a learning rate of 0. The log-prob pass is `infer_batch`. `--masked` is the share of prompts; an
-entropy coefficient of 0 leaves the entropy out of both. The plugin is installed before a variant's turn begins.
+optimizer's step, at a learning rate of 0; `gradients` is an update without that step. The log-prob pass is
+`infer_batch`. `--masked` is the share of prompts; an entropy coefficient of 0 leaves the entropy out. The plugin is
+installed before a variant's turn begins.
 
 Each update's gradients are compared with those of verl's engine in fp32, on the same weights; the exit status is 1
 where ours are farther off than 1.5 times the engine's own in bf16 (`over_engine_error`).
@@ -37,7 +38,7 @@ from megatron_lce import CapturedHead
 from scripts.arguments import HelpFormatter
 
 ALLOWED = 1.5
-LOGPROBS, UPDATE = "logprobs", "update"
+LOGPROBS, UPDATE, GRADIENTS = "logprobs", "update", "gradients"
 
 
 class Variant(NamedTuple):
@@ -105,19 +106,24 @@ class Run:
             yield
 
     def call(self, what: str) -> dict[str, Any]:
+        if what == GRADIENTS:
+            return self.update_without_step(lambda: 0.0)
         way = verl_worker.update if what == UPDATE else verl_worker.log_probs
         return way(self.verl, self.worker, self.batch, self.entropy)
 
+    def update_without_step(self, instead: Callable[[], float]) -> dict[str, Any]:
+        with mock.patch.object(self.worker.engine, "optimizer_step", instead):
+            return self.call(UPDATE)
+
     def gradients(self) -> dict[str, Tensor]:
         """Of an update, read where its optimizer would step."""
-        engine, found = self.worker.engine, {}
+        found: dict[str, Tensor] = {}
 
         def read() -> float:
-            found.update({name: p.main_grad.clone() for name, p in parameters(engine.module[0]).items()})
+            found.update({name: p.main_grad.clone() for name, p in parameters(self.worker.engine.module[0]).items()})
             return 0.0
 
-        with mock.patch.object(engine, "optimizer_step", read):
-            self.call(UPDATE)
+        self.update_without_step(read)
         return found
 
     def exact(self) -> dict[str, Tensor]:
@@ -148,14 +154,14 @@ def turns_of(run: Run, problem: dict, results: Results) -> list[tuple[dict, meas
     with run.in_force(VARIANTS["engine"]):
         of_engine = relative_errors(run.gradients(), exact)
     turns = []
-    for what, (name, variant) in itertools.product((UPDATE, LOGPROBS), VARIANTS.items()):
+    for what, (name, variant) in itertools.product(run.args.passes, VARIANTS.items()):
         record = problem | {"pass": what, "variant": name}
         if variant.fused and not variant.plugin and run.device.type != "cuda":
             results.unsupported("verl", record, "verl's kernel runs on GPUs only")
-        elif what == UPDATE or variant.cache is None:  # a pass without a gradient keeps no logits
+        elif what != LOGPROBS or variant.cache is None:  # a pass without a gradient keeps no logits
             after: Callable[[dict], dict] = functools.partial(after_update, run, exact, of_engine)
             call, in_force = functools.partial(run.call, what), functools.partial(run.in_force, variant)
-            timed = measure.Timed(call, run.device, in_force, after if what == UPDATE else measure.slowest_rank)
+            timed = measure.Timed(call, run.device, in_force, measure.slowest_rank if what == LOGPROBS else after)
             turns.append((record, timed))
     return turns
 
@@ -174,14 +180,16 @@ def work(args: argparse.Namespace, verl: SimpleNamespace, device: torch.device) 
         results.take_turns("verl", turns, dist.barrier, budget_ms=args.budget_ms)
     if path:
         print(publish.as_table(results.section("verl")))
-    updates = [x for x in results.section("verl") if x["pass"] == UPDATE and x["variant"].startswith("plugin")]
-    return all(x["status"] == "ok" and x["over_engine_error"] <= ALLOWED for x in updates)
+    ours = [x for x in results.section("verl") if x["pass"] != LOGPROBS and x["variant"].startswith("plugin")]
+    return all(x["status"] == "ok" and x["over_engine_error"] <= ALLOWED for x in ours)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     add = parser.add_argument
     add("folder", type=Path, help="Folder of verl's package.")
+    passes = {"choices": (UPDATE, GRADIENTS, LOGPROBS), "default": [UPDATE, LOGPROBS]}
+    add("--passes", nargs="+", help="What is timed.", **passes)
     add("--masked", type=float, nargs="+", default=[0.0, 0.6], help="Shares of prompts, which the loss leaves out.")
     add("--entropy-coeffs", type=float, nargs="+", default=[0.0, 0.001], help="Of the loss; 0: no entropy at all.")
     add("--tokens", type=int, default=16384, help="Tokens of a microbatch.")
