@@ -20,9 +20,8 @@ from megatron_lce.core.eager import eager, without_autocast
 from megatron_lce.core.matmul import copies_to_fp32, matmul
 from megatron_lce.core.one_head import merged_over_group
 from megatron_lce.core.plan import MIN_TOKENS, round_up, slices
-from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.statistics import CHUNK_COLUMNS, FIXED_POINT_UNIT
-from megatron_lce.core.tokens import tokens_in_blocks
+from megatron_lce.core.tokens import RowIndex, tokens_in_blocks
 
 MAX_K = 1024
 _GROUP_COLUMNS = 8  # columns of a group

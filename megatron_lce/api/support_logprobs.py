@@ -14,7 +14,7 @@ from megatron_lce.checks.together import check_keywords, checked_together, keywo
 from megatron_lce.core.collectives import wait_if_async
 from megatron_lce.core.eager import eager
 from megatron_lce.core.logits_at import LogitsAtFunction, csr_from_offsets
-from megatron_lce.core.row_index import RowIndex
+from megatron_lce.core.tokens import RowIndex
 
 
 @eager

@@ -17,9 +17,8 @@ from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.eager import without_autocast
 from megatron_lce.core.lm_head import RowInputs
-from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.statistics import LN_2
-from megatron_lce.core.tokens import Tokens, tokens_in_blocks
+from megatron_lce.core.tokens import RowIndex, Tokens, tokens_in_blocks
 
 _UNOWNED_ID = 2**31 - 1  # no rank owns an id from here on
 

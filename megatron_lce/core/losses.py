@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from megatron_lce.core.call import Telling
 from megatron_lce.core.options import DIFFERENTIABLE_OUTPUTS, LinearCrossEntropyOutput
-from megatron_lce.core.row_index import RowIndex
+from megatron_lce.core.tokens import RowIndex
 
 PER_TOKEN_HINT = "pass a tensor per token behind the loss, as per_token, which gets its part"
 _MAX_SAMPLE_TOKENS = 2048  # the most tokens whose losses are compared

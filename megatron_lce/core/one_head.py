@@ -24,9 +24,8 @@ from megatron_lce.core.options import (
     Options,
 )
 from megatron_lce.core.plan import slices
-from megatron_lce.core.row_index import RowIndex
 from megatron_lce.core.statistics import merge_extremes, new_empty_stats
-from megatron_lce.core.tokens import TokenBlock
+from megatron_lce.core.tokens import RowIndex, TokenBlock
 
 MOVED_BYTES = 2**26  # most bytes of cached rows that are moved at once
 

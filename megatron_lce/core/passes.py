@@ -26,8 +26,7 @@ from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.losses import KnownLosses, Losses
 from megatron_lce.core.matmul import copies_to_fp32
 from megatron_lce.core.plan import size_of_two_heads
-from megatron_lce.core.row_index import RowIndex
-from megatron_lce.core.tokens import TokenBlock, Tokens, tokens_in_blocks
+from megatron_lce.core.tokens import RowIndex, TokenBlock, Tokens, tokens_in_blocks
 
 
 class Source(GradLogits, Protocol):

@@ -38,8 +38,7 @@ from megatron_lce.core.divergence_types import (
 from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.matmul import copies_to_fp32, matmul, with_zeros_behind
 from megatron_lce.core.plan import COLUMN_STEP, aligned_slices, slab_row_stride, slices
-from megatron_lce.core.row_index import RowIndex
-from megatron_lce.core.tokens import TokenBlock
+from megatron_lce.core.tokens import RowIndex, TokenBlock
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from megatron_lce.core import passes, tokens
-from megatron_lce.core.row_index import RowIndex
+from megatron_lce.core.tokens import RowIndex
 from tests import megatron_world
 from tests.megatron_world import VOCAB_SIZE, assert_refused, enable, state
 
