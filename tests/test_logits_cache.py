@@ -1,5 +1,7 @@
 """Kept exponentials: 16-bit inputs on the triton backend."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
@@ -17,16 +19,17 @@ BF16, FP16 = torch.bfloat16, torch.float16
 ALL = 100 * (640 * 2 + 5 * 4)  # of 100 tokens, 600 columns: 16-bit exponentials, the largest logit of each 128 columns
 
 
+def kept_by_a_cache(problem, logits_cache_bytes=None, **keywords):
+    """Bytes that a call keeps for backward beyond those of one without a cache."""
+    inputs = problem.hidden, problem.weight.requires_grad_(), problem.labels
+    call = functools.partial(megatron_lce.linear_cross_entropy, *inputs, backend="triton", **keywords)
+    kept, without = (kept_bytes(functools.partial(call, logits_cache_bytes=size)) for size in (logits_cache_bytes, 0))
+    return kept - without
+
+
 @pytest.mark.parametrize(("logits_cache_bytes", "expected"), {1: 0, ALL - 1: 0, ALL: ALL, 2**30: ALL}.items())
 def test_all_logits_are_kept_if_they_fit(logits_cache_bytes, expected, device):
-    problem = make_problem(100, 24, 600, device, BF16)
-    problem.weight.requires_grad_()
-
-    def kept(cache_bytes):
-        keywords = {"logits_cache_bytes": cache_bytes, "backend": "triton"}
-        return kept_bytes(lambda: megatron_lce.linear_cross_entropy(*problem[:3], **keywords))
-
-    assert kept(logits_cache_bytes) - kept(0) == expected
+    assert kept_by_a_cache(make_problem(100, 24, 600, device, BF16), logits_cache_bytes) == expected
 
 
 def size_of(columns):
@@ -141,13 +144,7 @@ def test_a_second_backward_recomputes_what_became_gradients(device):
 def test_by_default_all_logits_of_4_h_computed_tokens_are_kept(tokens, keeps, device):
     problem = make_problem(tokens + 8, 24, 600, device, BF16)
     problem.labels[:8] = -100
-    problem.weight.requires_grad_()
-
-    def kept(**keywords):
-        keywords |= {"skip_ignored": True, "backend": "triton"}
-        return kept_bytes(lambda: megatron_lce.linear_cross_entropy(*problem[:3], **keywords))
-
-    assert kept() - kept(logits_cache_bytes=0) == keeps * tokens * (640 * 2 + 5 * 4)
+    assert kept_by_a_cache(problem, skip_ignored=True) == keeps * tokens * (640 * 2 + 5 * 4)
 
 
 @pytest.mark.parametrize(
@@ -164,12 +161,6 @@ def test_by_default_all_logits_of_4_h_computed_tokens_are_kept(tokens, keeps, de
 def test_a_low_softcap_keeps_nothing(temperature, softcap, keeps, device):
     """Its gradients, and those that need no cache: test_cases.py."""
     problem = make_problem(60, 24, 600, device, BF16, logit_std=1.0)
-    problem.weight.requires_grad_()
     if temperature == "each":
         temperature = torch.ones(60, device=device)
-
-    def kept(cache_bytes):
-        keywords = {"temperature": temperature, "softcap": softcap, "logits_cache_bytes": cache_bytes}
-        return kept_bytes(lambda: megatron_lce.linear_cross_entropy(*problem[:3], backend="triton", **keywords))
-
-    assert (kept(2**30) > kept(0)) == keeps
+    assert (kept_by_a_cache(problem, 2**30, temperature=temperature, softcap=softcap) > 0) == keeps
