@@ -99,6 +99,17 @@ def test_masks_of_the_model_and_the_loss_that_differ(kind, problem):
         check(passes, upstream, counted)
 
 
+def test_a_mask_of_zeros_that_the_loss_does_not_apply(problem):
+    """Gradients from forward would be 0."""
+    nothing = torch.zeros(TOKENS, dtype=torch.bool)
+    for upstream, numbers in ((ONE, "0 to 0.25"), (-ONE, "-0.25 to 0")):
+        with pytest.raises(RuntimeError, match=f"got {numbers}: .* Pass a 0/1 loss_mask to the model's forward"):
+            Passes(problem, True).run(upstream, nothing)
+        passes = Passes(problem, None)
+        check(passes, upstream, nothing)
+        assert passes.upstream.known is False
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_scale_that_overflowed_says_nothing(value, problem):
     passes = Passes(problem, True)

@@ -174,11 +174,11 @@ class UpstreamCheck:
 def _range(upstream: Tensor, counted: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least and the largest factor that upstream gradients call for, [] each; inf and -inf if none.
 
-    Those of counted tokens, and 0 where another token, whose gradient was not computed, has an upstream gradient, too.
+    Those of counted tokens; where another token, whose gradient was not computed, has one, also that and 0.
     """
     upstream = upstream.reshape(-1).float()
-    is_stray = valid & ~counted & (upstream.abs() > 0)
-    low, high = (upstream.masked_fill(~counted, -sign * torch.inf) for sign in (-1, 1))
+    is_stray = valid & ~counted & (upstream != 0)
+    low, high = (upstream.masked_fill(~(counted | is_stray), -sign * torch.inf) for sign in (-1, 1))
     low, high = low.amin(), high.amax()
     strays = is_stray.any()  # their gradients are 0, so that 0 is among the factors
     return torch.where(strays, low.clamp(max=0.0), low), torch.where(strays, high.clamp(min=0.0), high)
