@@ -110,6 +110,19 @@ def test_a_mask_of_zeros_that_the_loss_does_not_apply(problem):
         assert passes.upstream.known is False
 
 
+@pytest.mark.parametrize("known", [None, True])
+def test_a_loss_times_zero_says_nothing(known, problem):
+    """As of a microbatch that is there for its shape alone: the next one is the first that the host looks at."""
+    passes = Passes(problem, known)
+    check(passes, ONE * 0, in_forward=known is True)
+    if known is None:
+        check(passes, WEIGHTED)
+        assert passes.upstream.known is False
+    else:
+        with pytest.raises(RuntimeError, match="known_loss needs one upstream gradient"):
+            passes.run(WEIGHTED)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_scale_that_overflowed_says_nothing(value, problem):
     passes = Passes(problem, True)
@@ -118,7 +131,7 @@ def test_a_loss_scale_that_overflowed_says_nothing(value, problem):
     assert not any(gradient.isfinite().all() for gradient in gradients)
     check(passes, ONE, in_forward=True)
     passes = Passes(problem, None)
-    passes.run(ONE * math.nan)
+    passes.run(ONE * value)
     assert passes.upstream.known is None
 
 

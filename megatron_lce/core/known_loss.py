@@ -1,5 +1,6 @@
 """Losses whose gradients are computed and reduced in forward. Backward scales them, without collectives."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -109,8 +110,9 @@ class UpstreamCheck:
     """Whether all counted tokens of a loss have one upstream gradient, and others none, from pass to pass.
 
     Counted are the tokens that neither `ignore_index` nor the model's loss_mask leaves out. The host looks once, in the
-    first backward pass with a counted token. Where the gradients of a later pass are NaN, because it is not so, the
-    next forward pass raises.
+    first backward pass with a counted token whose upstream gradient is neither 0 nor infinite: any loss has such ones
+    times 0, or times a loss scale that overflowed. Where the gradients of a later pass are NaN, because it is not so,
+    the next forward pass raises.
     """
 
     def __init__(self, known: bool | None) -> None:
@@ -124,11 +126,11 @@ class UpstreamCheck:
         if self.known is not None or collectives.is_cuda_graph_capturing():
             return
         low, high = _range(upstream, counted, valid)
-        answer = torch.stack([low < high, low <= high])  # no number at all: no token is counted
+        answer = torch.stack([low < high, (low == high) & (low != 0) & low.isfinite()])
         if group is not None and (alive := group()) is not None:
             answer = collectives.all_reduce_any(answer, alive)
-        differs, is_counted = answer.tolist()
-        if is_counted:
+        differs, is_one = answer.tolist()
+        if differs or is_one:  # else nothing was said
             self.known, self._is_looked_at = not differs, True
 
     def factor(self, upstream: Tensor, counted: Tensor, valid: Tensor) -> Tensor:
@@ -139,7 +141,7 @@ class UpstreamCheck:
                 self._send(torch.stack([low, high]))
             else:
                 least, most = float(low), float(high)
-                self._is_looked_at = least <= most
+                self._is_looked_at = least == most != 0 and math.isfinite(most)
                 if least < most:
                     raise RuntimeError(_refusal(least, most))
         return high.masked_fill(low != high, torch.nan).masked_fill(low > high, 0.0)
