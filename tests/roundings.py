@@ -174,6 +174,7 @@ def roundings_of_gradients(
     weight: Tensor,  # [V, H]
     dtype: torch.dtype | None = None,  # of `gradient` where it is multiplied; None: that of the inputs
     columns: slice | None = None,  # what of the sum over the vocabulary is hidden's gradient; None: all
+    cancels: bool = True,  # whether p is exactly 1 in a vocabulary of one
 ) -> tuple[Tensor, Tensor]:
     """Variances that add up to those of hidden's [..., V + H] and the weight's gradient [V, N + H]."""
     leading, dtypes = hidden.shape[:-1], (hidden.dtype, weight.dtype)
@@ -187,7 +188,7 @@ def roundings_of_gradients(
         behind = behind + (torch.finfo(dtype).eps * terms.kept * logits.slope).square() / 12
     variances = terms.by_logits * logits.slope.square(), behind
     padding = 0, gradient.shape[1] - behind.shape[1]
-    if terms.size.shape[1] == 1:  # p is exactly 1 and cancels exactly
+    if cancels and terms.size.shape[1] == 1:
         usual = usual & (gradient != 0)
     by_logits, behind = (pad(of, padding).where(usual, 0.0) for of in variances)
     behind = behind + variance_of_rounding(gradient, dtype)
