@@ -224,8 +224,7 @@ def test_sentences_beside_the_tables_hold():
         if variant != "ours":
             continue
         te, fastest = (steps[tp, tokens, masked, name] for name in ("te", "te-overwrite"))
-        within = 1.04 if tokens == 4096 else 1.01
-        assert ours["time_ms"] <= within * min(te["time_ms"], fastest["time_ms"])
+        assert ours["time_ms"] <= 1.01 * min(te["time_ms"], fastest["time_ms"])
         memory += [ours["peak_mib"] / te["peak_mib"]] * (tokens >= 8192)
         assert tokens > 4096 or round(ours["peak_mib"] / te["peak_mib"], 1) == 1.0
         assert {x["tokens"] for x in records} == {4096, 8192, 16384, 65536}
@@ -233,9 +232,9 @@ def test_sentences_beside_the_tables_hold():
     times = {(x["shape"], x["mode"], x["provider"]): x for x in measured(publish.result("heads"), "times")}
     of_s1 = ("ours", "ours-token-640", "ours-0")
     at_s1 = {name: [times["S1", mode, name]["over_products"] for mode in ("rl", "sft")] for name in of_s1}
-    assert [round(ratio, 3) for ratio in at_s1["ours"]] == [1.015, 1.025]
-    assert [round(ratio, 2) for ratio in at_s1["ours-token-640"]] == [1.1, 1.04]
-    assert {round(ratio, 2) for ratio in at_s1["ours-0"]} == {1.36}
+    assert [round(ratio, 3) for ratio in at_s1["ours"]] == [1.025, 1.045]
+    assert [round(ratio, 2) for ratio in at_s1["ours-token-640"]] == [1.1, 1.05]
+    assert {round(ratio, 2) for ratio in at_s1["ours-0"]} == {1.37}
     # The gains in 36 layers over the fused cross-entropy, where a layer's time is what a step of four takes beside its
     # head, and over verl's logits, where it is the difference of four layers and one.
     heads = {(x["masked"], x["entropy_coeff"], x["provider"]): x for x in publish.result("policy")["policy"]}
