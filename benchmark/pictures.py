@@ -26,7 +26,7 @@ def step(document: dict) -> Any:
         bars = [(*ways[name], records[name]) for name in ways if name in records]
         memory = [(name, color, x["peak_mib"] / 1024, f"{x['peak_mib'] / 1024:.1f} GiB") for name, color, x in bars]
         _bars(row[0], f"Transient memory, {title}", memory)
-        times = [(name, color, x["time_ms"], f"{x['time_ms']:.0f} ms") for name, color, x in bars]
+        times = [(name, color, x["time_ms"], f"{x['time_ms']:.1f} ms") for name, color, x in bars]
         _bars(row[1], f"Time, {title}", times)
         row[1].set_yticklabels([])
     figure.suptitle(f"One training step, TP={tp}: four Qwen3-8B-size layers, 16,384 tokens, bf16", fontsize=11)
@@ -68,7 +68,7 @@ def distillation(document: dict) -> Any:
     bars = []
     for name in (name for name in titles if name in records):
         gib, ms = extra_gib(records[name]), records[name]["time_ms"]
-        bars.append((*titles[name], gib, f"{gib:.1f} GiB, {ms:.0f} ms"))
+        bars.append((*titles[name], gib, f"{gib:.1f} GiB, {ms:.1f} ms"))
     _bars(axis, "Distillation, 8,192 tokens, vocabulary 151,936: memory beyond the gradients, and time", bars)
     return figure
 
