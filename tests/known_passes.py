@@ -1,12 +1,14 @@
 """Passes of one loss over one head, on one rank or several, beside fp64: `model_loss` with an `UpstreamCheck`."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 from megatron_lce.api.model_loss import model_loss
 from megatron_lce.core.known_loss import UpstreamCheck
@@ -30,6 +32,7 @@ class Passes:
         **options: Any,
     ) -> None:
         self.problem, self.formula, self.upstream = problem, formula, UpstreamCheck(known)
+        self.checkpointed = False  # backward runs forward again
         self.options = {"backend": "triton", "entropy": False, "tp_group": group} | options
         if formula.label_smoothing:
             self.options["telemetry"] = "mean_logit"
@@ -48,7 +51,8 @@ class Passes:
         counted = None if counted is None else counted.to(hidden.device)
         with Products() as products:
             given = hidden, weight, self.problem.labels, self.formula, self.upstream, counted
-            losses, _ = model_loss(*given, **self.options)
+            forward = partial(model_loss, *given, **self.options)
+            losses, _ = checkpoint(forward, use_reentrant=False) if self.checkpointed else forward()
             in_forward = products.logits_in_gradients(hidden.shape[1]) > 0
             gradients = torch.autograd.grad(losses, (hidden, weight), upstream.to(losses))
         return losses.detach(), gradients, in_forward

@@ -88,6 +88,21 @@ def test_a_loss_that_weights_tokens_later(known, problem):
         check(passes, WEIGHTED)
 
 
+def test_a_loss_in_a_checkpoint_counts_as_unknown(problem):
+    """Its backward runs forward again, which must save the same tensors, whatever was found out in between."""
+    passes = Passes(problem, None)
+    passes.checkpointed = True
+    check(passes, ONE)
+    check(passes, WEIGHTED)
+    assert passes.upstream.known is None
+    passes.checkpointed = False
+    check(passes, ONE)
+    assert passes.upstream.known
+    passes.checkpointed = True
+    check(passes, WEIGHTED)
+    check(Passes(problem, True), ONE, in_forward=True)
+
+
 @pytest.mark.parametrize("kind", ["the mask is outside alone", "the mask is not applied"])
 def test_masks_of_the_model_and_the_loss_that_differ(kind, problem):
     mask = torch.arange(TOKENS) % 3 > 0
