@@ -30,6 +30,10 @@ def run_known_losses(group: ProcessGroup, device: torch.device, report: Report) 
                 title = f"known loss, {name}, {options}: {what}"
                 report.check(title, error <= allowed, f"error {error:.2e}, allowed {allowed:.1e}")
         report.check("known loss: known", passes.upstream.known is True)
+        passes.checkpointed = True  # which counts as unknown
+        for what, error, allowed in passes.compare(weights):
+            report.check(f"known loss, checkpointed, {options}: {what}", error <= allowed, f"error {error:.2e}")
+        passes.checkpointed = False
         broken = all(gradient.isnan().all() for gradient in passes.run(weights)[1])
         message = harness.message_of(lambda passes=passes: passes.run(weights))
         report.check("known loss, weighted later", broken and "the last backward pass are NaN" in message, message)
