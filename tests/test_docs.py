@@ -240,10 +240,18 @@ def test_sentences_beside_the_tables_hold():
     heads = {(x["masked"], x["entropy_coeff"], x["provider"]): x for x in publish.result("policy")["policy"]}
     layer = (steps[2, 16384, 0.0, "ours"]["time_ms"] - heads[0.0, 0.0, "ours-skip"]["time_ms"]) / 4
     assert round(layer) == 23
-    for masked, name, saved, gain in ((0.0, "ours", 12, 1), (0.6, "ours-skip", 36, 4)):
+    for masked, name, gain in ((0.0, "ours", 1), (0.6, "ours-skip", 4)):
         fused, ours = steps[2, 16384, masked, "native-fused"]["time_ms"], steps[2, 16384, masked, name]["time_ms"]
-        assert (round(fused - ours), round((fused + 32 * layer) / 1000, 1)) == (saved, 0.9)
         assert round(100 * (fused - ours) / (fused + 32 * layer)) == gain
+    # The share of masked tokens from which on skipping them gains time: what it costs over what all of them would give.
+    even = []
+    for tp in (1, 2, 4):
+        cost, gain = (
+            sign * (steps[tp, 16384, masked, "ours-skip"]["time_ms"] - steps[tp, 16384, masked, "ours"]["time_ms"])
+            for sign, masked in ((1, 0.0), (-1, 0.6))
+        )
+        even.append(round(100 * cost / ((gain + cost) / 0.6)))
+    assert even == [0, 3, 7]  # README: about 5 %
     verl = {
         (x["layers"], x["masked"], x["variant"]): x for x in publish.result("verl")["verl"] if x["pass"] == "update"
     }
