@@ -39,6 +39,8 @@ def test_padding_and_broken_rows(backend, device):
     assert torch.allclose(found.mass[::2], torch.ones(2, device=device))
     nothing = megatron_lce.linear_topk(problem.hidden[:0], problem.weight, 2, backend=backend)
     assert [part.shape for part in nothing] == [(0, 2), (0, 2), (0,), (0,)]
+    row = megatron_lce.linear_topk(problem.hidden[0], problem.weight, 2, backend=backend)
+    assert [part.shape for part in row] == [(2,), (2,), (), ()]
 
 
 @pytest.mark.parametrize("columns", [256, 300])

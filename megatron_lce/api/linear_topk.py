@@ -119,7 +119,7 @@ def _topk(call: Call, k: int) -> TopK:
         columns[token_slice] = (_ID_MASK - (keys & _ID_MASK)).masked_fill_(none | lse[token_slice, None].isnan(), -1)
         mass[token_slice] = log_p.exp_().sum(dim=1)
     results = (tokens.row_index.scatter(result) for result in (logits, columns, lse, mass))
-    return TopK(*(result.view(*call.shape, *result.shape[1:]) for result in results))
+    return TopK(*(result.view((*call.shape, *result.shape[1:])) for result in results))
 
 
 def _plan(call: Call, k: int) -> tuple[int, int]:
