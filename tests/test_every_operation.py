@@ -105,6 +105,25 @@ def test_a_frozen_input_gets_no_gradient_and_changes_none(dtype, operation, devi
     assert torch.equal(results(operation[1], (hidden.detach(), weight, labels))[-1], of_weight)
 
 
+def strided(saved: Tensor) -> Tensor:
+    return saved.new_empty(*saved.shape[:-1], 2 * saved.shape[-1] + 1)[..., 1::2].copy_(saved)
+
+
+def shifted(saved: Tensor) -> Tensor:
+    return saved.new_empty(saved.numel() + 1)[1:].view(saved.shape).copy_(saved)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_hooks_may_give_saved_tensors_back_in_another_layout(dtype, operation, device):
+    """They promise values, size, dtype and device alone."""
+    inputs = head(device, dtype)
+    expected = results(operation[1], inputs)
+    for layout in (strided, shifted):
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda x: layout(x) if x.dim() else x):  # noqa: B023
+            actual = results(operation[1], inputs)
+        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True)), layout
+
+
 def test_without_gradient_only_forward_runs(operation, device):
     name, call = operation
     inputs = head(device, BF16)

@@ -17,6 +17,7 @@ from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.eager import without_autocast
 from megatron_lce.core.lm_head import RowInputs
+from megatron_lce.core.matmul import as_saved
 from megatron_lce.core.statistics import LN_2
 from megatron_lce.core.tokens import RowIndex, Tokens, tokens_in_blocks
 
@@ -138,7 +139,7 @@ class LogitsAtFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_backward("linear_logits_at", grad)
-        hidden, weight, scale, logits, dlogprob, *saved_ids = ctx.saved_tensors
+        hidden, weight, scale, logits, dlogprob, *saved_ids = map(as_saved, ctx.saved_tensors)
         call, ids, needs = ctx.call.with_tensors(hidden, weight), CsrIds(*saved_ids), ctx.needs_input_grad
         with without_autocast(hidden.device, "linear_logits_at backward"):
             factors, grad = scale * (call.head.slope * LN_2), grad.reshape(-1).float()

@@ -24,7 +24,7 @@ from megatron_lce.core.eager import without_autocast
 from megatron_lce.core.head_gradients import GradLogits, HeadGradients
 from megatron_lce.core.lm_head import LMHead, RowInputs
 from megatron_lce.core.losses import KnownLosses, Losses
-from megatron_lce.core.matmul import copies_to_fp32
+from megatron_lce.core.matmul import as_saved, copies_to_fp32
 from megatron_lce.core.plan import size_of_two_heads
 from megatron_lce.core.tokens import RowIndex, TokenBlock, Tokens, tokens_in_blocks
 
@@ -160,7 +160,7 @@ class VocabularyFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         check_backward(ctx.source.name, *grad_outputs)
-        hidden, weight, index, *saved = ctx.saved_tensors
+        hidden, weight, index, *saved = map(as_saved, ctx.saved_tensors)
         kept = iter(leaf if tensor is None else tensor for leaf, tensor in zip(ctx.unsaved, saved, strict=True))
         fields = {
             name: of(*islice(kept, len(of._fields))) if issubclass(of, tuple) else next(kept)
