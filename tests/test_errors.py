@@ -88,6 +88,7 @@ FALLING = torch.tensor([0, 5, 3, 4, 4])
 OF_IDS = [
     ({"ids": [1]}, TypeError, f"ids {TENSOR} list"),
     ({"ids": ids(4, 2).int()}, TypeError, "ids must be int64, got torch.int32"),
+    ({"ids": None}, TypeError, "ids must be a torch.Tensor, got NoneType"),
     ({"ids": ids(3, 2)}, ValueError, "ids must be [..., K] with the tokens' shape"),
     ({"ids": ids(4, 0)}, ValueError, "ids must be [..., K] with the tokens' shape"),
     ({"offsets": ids(5)}, ValueError, "ids must be [M] beside offsets"),

@@ -179,7 +179,10 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     check_disagreements(token_loss, given, odd, group, report)
     support = functools.partial(megatron_lce.support_logprobs, tp_group=group, backend="torch")
     given = head | {"ids": torch.zeros(12, dtype=torch.int64), "offsets": 2 * torch.arange(7)}
-    odd = {"ids must be the same on every rank": {"ids": torch.zeros(13, dtype=torch.int64)}}
+    odd = {
+        "ids must be the same on every rank": {"ids": torch.zeros(13, dtype=torch.int64)},
+        "ids must be a torch.Tensor": {"ids": None},
+    }
     check_disagreements(support, given, odd, group, report)
     run_losses(group, report)
     start, too_small = {"vocab_start": 20 * rank}, "workspace_bytes must be at least"

@@ -64,10 +64,9 @@ def linear_logits_at(
 
 def check_ids(ids: Tensor, offsets: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
     """Check ids [..., K] of tokens of that shape, or CSR's ids [M] and offsets [N + 1]."""
-    for name, tensor in (("ids", ids), ("offsets", offsets)):
-        if tensor is not None:
-            validation.check_tensor(name, tensor, torch.int64)
-            validation.require(tensor.device == device, name, f"be on hidden's device, {device}", tensor.device)
+    for name, tensor in {"ids": ids, **({} if offsets is None else {"offsets": offsets})}.items():
+        validation.check_tensor(name, tensor, torch.int64)
+        validation.require(tensor.device == device, name, f"be on hidden's device, {device}", tensor.device)
     if offsets is None:
         validation.check_ids_shape("ids", ids, shape, "the tokens'")
         return
