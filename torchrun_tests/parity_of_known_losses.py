@@ -1,5 +1,7 @@
 """The loss of an enabled model over ranks, which find out alike whether its upstream gradient is one number."""
 
+from contextlib import nullcontext
+
 import harness
 import torch
 import torch.distributed as dist
@@ -34,6 +36,10 @@ def run_known_losses(group: ProcessGroup, device: torch.device, report: Report) 
         for what, error, allowed in passes.compare(weights):
             report.check(f"known loss, checkpointed, {options}: {what}", error <= allowed, f"error {error:.2e}")
         passes.checkpointed = False
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        with hooks if group.rank() == 0 else nullcontext():
+            for what, error, allowed in passes.compare(torch.ones_like(weights)):
+                report.check(f"known loss, one hooked, {options}: {what}", error <= allowed, f"error {error:.2e}")
         broken = all(gradient.isnan().all() for gradient in passes.run(weights)[1])
         message = harness.message_of(lambda passes=passes: passes.run(weights))
         report.check("known loss, weighted later", broken and "the last backward pass are NaN" in message, message)

@@ -42,7 +42,7 @@ def token_cross_entropies(
     Without `upstream` any upstream gradient is right. `counted`, bool of `call.shape`: see `UpstreamCheck`; None: all.
     """
     source, needs, options = OneHead(call), needed_gradients(call), call.options
-    if upstream is None or (upstream.finds_out and _are_hooks_saving()) or not any(needs) or not call.labels.numel():
+    if upstream is None or (upstream.finds_out and _is_in_checkpoint()) or not any(needs) or not call.labels.numel():
         out = forward_with_gradient(source).outputs
         return formula(out), out
     valid = call.labels != options.ignore_index
@@ -173,13 +173,14 @@ class UpstreamCheck:
                 raise RuntimeError(f"the gradients of the last backward pass are NaN: {_refusal(low, high)}")
 
 
-def _are_hooks_saving() -> bool:
-    """Return whether hooks take what is saved for backward.
+def _is_in_checkpoint() -> bool:
+    """Return whether a non-reentrant checkpoint is around.
 
-    So do those of a checkpoint, which runs forward again in backward and must save the same tensors, whatever is found
-    out in between.
+    It runs forward again in backward and must save the same tensors, whatever is found out in between. Torch's and
+    TransformerEngine's are told by the names of their hooks. Others must not count: one rank alone may have them.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    pack = (torch._C._autograd._top_saved_tensors_default_hooks(True) or (None,))[0]
+    return getattr(pack, "__qualname__", "").startswith(("_checkpoint_hook.", "_recomputation_hook."))
 
 
 def _range(upstream: Tensor, counted: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

@@ -120,10 +120,10 @@ def enable_fused_linear_ce(
             upstream of 1, in three matmuls instead of four. From forward to backward each microbatch in flight, and
             each MTP loss, holds the hidden-state gradient (2 N H bytes) and the weight gradient, or its fp32 sum (4 V H
             bytes for the V columns of a rank). `None`: the first backward pass finds it out, with one wait of the host;
-            so do later ones while all gradients are 0 or infinite. Under hooks on saved tensors (a non-reentrant
-            checkpoint, offloading) gradients are then computed in backward. True: it raises if it is not so. False:
-            gradients are computed in backward. If a later upstream gradient is not one number, the gradients of its
-            pass are NaN, and the next forward pass raises. Pass the `loss_mask`, if the loss has one, to the model.
+            so do later ones while all gradients are 0 or infinite. In a non-reentrant checkpoint gradients are then
+            computed in backward. True: it raises if it is not so. False: gradients are computed in backward. If a later
+            upstream gradient is not one number, the gradients of its pass are NaN, and the next forward pass raises.
+            Pass the `loss_mask`, if the loss has one, to the model.
         z_loss, label_smoothing: z >= 0 and e in [0, 1] of the per-token loss, MTP's included,
 
                 (1 - e) (-log p(label)) + e (lse - mean_logit) + z lse^2
